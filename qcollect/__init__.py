@@ -1,0 +1,38 @@
+"""Capture the tensors of LLM training under emulated number formats.
+
+    import qcollect
+    y = qcollect.fake_quantize(x, "mxfp8", axis=-1)
+    with qcollect.collect(model, quant_type="hifp8", out_dir="logs", target=50) as run: ...
+    for capture in qcollect.open_run("enhanced_tensor_logs/mxfp8").select(tensor_name="query"): capture.load()
+
+Names are loaded on first use: importing qcollect does not import torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from qcollect._version import __version__
+
+if TYPE_CHECKING:
+    from qcollect.formats.quantizer import fake_quantize
+    from qcollect.store.index import open_run
+    from qcollect.worker.collect import collect
+
+_HOMES = {
+    "fake_quantize": "qcollect.formats.quantizer",
+    "collect": "qcollect.worker.collect",
+    "open_run": "qcollect.store.index",
+}
+
+__all__ = ["__version__", "collect", "fake_quantize", "open_run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'qcollect' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,63 @@
+"""The ``qcollect`` command. Heavy imports are inside the commands; torch is never imported here."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from qcollect._version import __version__
+from qcollect.cli import data, info, recipes, run, status
+from qcollect.cli.console import fail
+from qcollect.errors import QcollectError
+
+app = typer.Typer(
+    name="qcollect",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    help=(
+        "Capture the tensors of LLM training under emulated number formats, forward and backward.\n\n"
+        "Start with: qcollect run mxfp8 --recipe tiny"
+    ),
+)
+# commands whose arguments after -- belong to the training script
+PASSES_ARGUMENTS = ("run", "sweep")
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("run")(run.run)
+app.command("sweep")(run.sweep)
+app.command("status")(status.status)
+app.command("formats")(info.formats)
+app.command("env")(info.env)
+app.add_typer(recipes.app, name="recipes")
+app.add_typer(data.app, name="data")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; ends the process with the exit codes of ``errors.ExitCode``."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    script_args: list[str] = []
+    if given and given[0] in PASSES_ARGUMENTS and "--" in given:
+        cut = given.index("--")
+        given, script_args = given[:cut], given[cut + 1 :]
+    try:
+        app(args=given, obj=tuple(script_args), prog_name="qcollect")
+    except QcollectError as error:
+        sys.exit(fail(str(error), error.exit_code).exit_code)

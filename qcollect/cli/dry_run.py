@@ -1,0 +1,76 @@
+"""``--dry-run``: what a launch would do, exactly, without doing it."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import typer
+
+from qcollect.cli.console import print_json, warn
+from qcollect.monitor.render import format_bytes
+from qcollect.plan.record import Plan
+from qcollect.plan.schedule import Cut, PlannedCapture
+
+
+def print_plans(plans: Sequence[Plan], *, as_json: bool) -> None:
+    if as_json:
+        dicts = [plan.to_dict() | {"num_bytes": plan.schedule.num_bytes()} for plan in plans]
+        print_json(dicts[0] if len(dicts) == 1 else dicts)
+        return
+    for plan in plans:
+        for line in describe_plan(plan):
+            typer.echo(line)
+        typer.echo()
+    total_files = sum(plan.schedule.target for plan in plans)
+    total_bytes = sum(plan.schedule.num_bytes() for plan in plans)
+    typer.echo(
+        f"in total: {len(plans)} run(s), {total_files:,} files, about {format_bytes(total_bytes)}; nothing was started"
+    )
+    for warning in dict.fromkeys(w for plan in plans for w in plan.warnings):
+        warn(warning)
+
+
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """The plan as text; the command can be pasted into a shell."""
+    yield f"{plan.quant_type} ({plan.recipe.name}, {plan.device}, {plan.world_size} process(es))"
+    yield "command:"
+    unset = "".join(f" -u {name}" for name in plan.unset)
+    env = "".join(f" {name}={shlex.quote(value)}" for name, value in plan.env.items())
+    yield f"  env{unset}{env} {shlex.join(plan.torchrun_argv)}"
+    yield "environment:"
+    yield from (f"  {name}={value}" for name, value in plan.env.items())
+    yield f"removed from the environment: {', '.join(plan.unset)}"
+    yield "directories:"
+    yield f"  {plan.run_dir}"
+    yield f"script: {shlex.join([plan.recipe.script, *plan.script_args])}"
+    yield "schedule:"
+    yield from (f"  {line}" for line in _describe_schedule(plan))
+    yield f"left in high precision: {', '.join(_summarize(plan.excluded))}"
+    yield f"files: {plan.schedule.target:,}, about {format_bytes(plan.schedule.num_bytes())}"
+
+
+def _describe_schedule(plan: Plan) -> Iterator[str]:
+    """Ranks with the same cuts together; of each cut the modules in order."""
+    ranks = range(plan.world_size)
+    by_cuts = groupby(ranks, key=lambda rank: [(c.iteration, c.micro_batch, c.count) for c in plan.schedule.cuts[rank]])
+    for _, group in by_cuts:
+        members = list(group)
+        name = f"rank {members[0]}" if len(members) == 1 else f"ranks {members[0]} to {members[-1]}"
+        yield f"{name}: {plan.schedule.share(members[0])} captures{' each' if len(members) > 1 else ''}"
+        for cut in plan.schedule.cuts[members[0]]:
+            yield f"  iteration {cut.iteration}, micro-batch {cut.micro_batch}: {cut.count} captures"
+            yield from (f"    {line}" for line in _describe_cut(plan.schedule.captures, cut))
+
+
+def _describe_cut(captures: Sequence[PlannedCapture], cut: Cut) -> Iterator[str]:
+    position = cut.start
+    for module, group in groupby(captures[: cut.count], key=lambda capture: capture.module):
+        members = list(group)
+        names = [" ".join(part for part in (c.tensor_name, c.gemm) if part) for c in members]
+        yield f"{position + 1:4d} to {position + len(members):4d}  {module}: {', '.join(names)}"
+        position += len(members)
+
+
+def _summarize(names: Sequence[str]) -> list[str]:
+    """Names with their layer index as ``*``, each once."""
+    return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names))

@@ -1,0 +1,1 @@
+"""Number formats: what they are (``catalog``, no torch) and what they do to a tensor (``quantizer``)."""

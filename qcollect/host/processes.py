@@ -1,0 +1,196 @@
+"""Processes of this machine: who they are, how they end with their parent, how none is left behind.
+
+A pid alone names nobody, since it is used again; pid and start time do. Everything here signals
+only processes that were found by those, or by the run's token in their environment.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+RUN_TOKEN_VARIABLE = "QCOLLECT_RUN_TOKEN"
+PARENT_VARIABLE = "QCOLLECT_PARENT"
+
+# Linux, <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+# Start times are computed from the boot time, which moves when the clock is set.
+_CREATE_TIME_TOLERANCE_S = 2.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessId:
+    """A process, told apart from a later one with the same pid by its start time (unix seconds)."""
+
+    pid: int
+    create_time: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The identity of a process that exists now; None if it is gone."""
+    try:
+        return ProcessId(pid=pid, create_time=psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
+
+
+def process_is(pid: object, create_time: object) -> bool:
+    """Whether the process recorded as (``pid``, ``create_time``) is still running here.
+
+    False for a zombie, for another process under the same pid, and for records that are no
+    numbers (empty, None, garbage).
+    """
+    if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0 or not isinstance(create_time, int | float):
+        return False
+    try:
+        process = psutil.Process(pid)
+        is_same = abs(process.create_time() - create_time) <= _CREATE_TIME_TOLERANCE_S
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OverflowError):
+        return False
+
+
+def launch_environment(*, unset: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without ``unset`` and with ``env``."""
+    removed = set(unset)
+    return {key: value for key, value in os.environ.items() if key not in removed} | dict(env)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ending with the parent, adopting orphans (Linux; without effect elsewhere)
+# ---------------------------------------------------------------------------------------------
+
+
+def die_with_parent(signum: signal.Signals, expected_parent: int | None = None) -> None:
+    """Have the kernel send ``signum`` to this process when its parent ends.
+
+    Args:
+        signum: SIGTERM leaves time to flush, SIGKILL does not.
+        expected_parent: the parent's pid as the parent said it; if it has ended already, which
+            the kernel does not report afterwards, the signal is sent at once.
+
+    The parent is the *thread* that started this process: start it from a thread that lives as long
+    as the program (the main thread).
+    """
+    _prctl(_PR_SET_PDEATHSIG, int(signum))
+    if expected_parent is not None and os.getppid() != expected_parent:
+        os.kill(os.getpid(), signum)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Inside, processes below this one whose parent ends become its children, not those of pid 1."""
+    before = ctypes.c_int(0)
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def _prctl(option: int, argument: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Finding and ending what a run has started
+# ---------------------------------------------------------------------------------------------
+
+
+def find_by_token(token: str) -> list[psutil.Process]:
+    """The processes whose environment at start held the run's token; never this one."""
+    return [p for p in psutil.process_iter() if p.pid != os.getpid() and _token_of(p) == token]
+
+
+def find_run(token: str) -> list[psutil.Process]:
+    """The processes that carry a run's token, and those below them that were started without it."""
+    carriers = find_by_token(token)
+    return list({*carriers, *(p for carrier in carriers for p in find_descendants(carrier.pid))})
+
+
+def find_descendants(pid: int) -> list[psutil.Process]:
+    """All processes below ``pid``, without it; empty if it is gone."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def kill_all(find: Callable[[], Sequence[psutil.Process]], *, rounds: int = 3, wait_s: float = 2.0) -> int:
+    """SIGKILL what ``find`` finds until it finds nothing, at most ``rounds`` times.
+
+    Several rounds, for processes that were being started meanwhile; ``wait_s`` bounds each, for
+    one that cannot die (in uninterruptible sleep).
+
+    Returns:
+        How many processes were killed.
+    """
+    killed: set[psutil.Process] = set()
+    for _ in range(rounds):
+        processes = [p for p in find() if is_alive(p)]
+        if not processes:
+            break
+        for process in processes:
+            with suppress(psutil.Error):
+                process.kill()  # psutil compares the start time first
+        killed.update(processes)
+        wait_gone(processes, wait_s)
+    return len(killed)
+
+
+def wait_gone(processes: Sequence[psutil.Process], timeout_s: float) -> bool:
+    """Wait until none of ``processes`` runs any more (zombies do not); False on timeout."""
+    deadline = time.monotonic() + timeout_s
+    while any(is_alive(p) for p in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def reap_adopted(*, since: float, known: Iterable[int]) -> int:
+    """Reap the ended orphans this process has adopted, and no child that somebody else waits for.
+
+    An orphan of a run is a child of ours now, in a session other than ours (the agent began one),
+    not among ``known`` (pids of the children there were before) and not older than ``since``.
+
+    Returns:
+        How many were reaped.
+    """
+    kept, num_reaped = set(known), 0
+    for child in psutil.Process().children():
+        with suppress(psutil.Error, OSError):
+            is_ours = child.pid not in kept and child.create_time() >= since - _CREATE_TIME_TOLERANCE_S
+            if is_ours and child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) != os.getsid(0):
+                num_reaped += os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
+    return num_reaped
+
+
+def _token_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(RUN_TOKEN_VARIABLE)
+    except (psutil.Error, OSError):  # another user's, a zombie, gone
+        return None

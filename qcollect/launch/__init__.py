@@ -1,0 +1,1 @@
+"""Execute a plan: own its folder, run torchrun under supervision, and end it whatever happens."""

@@ -1,0 +1,71 @@
+"""The torchrun agent under supervision: ``python -m qcollect.launch.agent <torchrun arguments>``.
+
+torchrun itself, with two additions: it ends with its launcher, and instead of a long traceback it
+leaves ``errors/agent.json`` with who failed and how. A program of its own, the only one of the
+control side that imports torch.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qcollect.host.processes import PARENT_VARIABLE, die_with_parent
+from qcollect.paths import RunPaths
+from qcollect.store.files import write_json_atomic
+
+EXIT_FAILED = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run torchrun with ``arguments``; 0 if every worker exits with 0."""
+    launcher = os.environ.get(PARENT_VARIABLE)
+    die_with_parent(signal.SIGTERM, int(launcher) if launcher else None)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # the workers' parent is this process
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(arguments)
+    except ChildFailedError as error:
+        return _fail({"failures": [_entry(rank, failure) for rank, failure in error.failures.items()]})
+    except SignalException as error:
+        return _fail({"failures": [], "signal": int(error.sigval)})
+    except Exception as error:  # a port, a rendezvous, an argument
+        return _fail({"failures": [], "type": type(error).__name__, "message": str(error)})
+    return 0
+
+
+def _entry(rank: int, failure: Any) -> dict[str, Any]:
+    """torch's ``ProcessFailure`` as plain values; its time is in whole seconds."""
+    exit_code = int(failure.exitcode)
+    return {
+        "rank": int(rank),
+        "local_rank": int(failure.local_rank),
+        "pid": int(failure.pid),
+        "exitcode": exit_code,
+        "signal": -exit_code if exit_code < 0 else None,
+        "time": int(failure.timestamp),
+    }
+
+
+def _fail(report: Mapping[str, Any]) -> int:
+    report = {**report, "time": time.time()}
+    plan = os.environ.get("QCOLLECT_PLAN")
+    if plan:
+        # plan.json is in the state folder, the state folder in the run folder
+        with suppress(OSError):  # a full disk: the exit code still tells
+            write_json_atomic(RunPaths(Path(plan).parents[1]).agent_error_path, report)
+    ranks = ", ".join(f"rank {f['rank']} (exit {f['exitcode']})" for f in report["failures"])
+    print(f"torchrun failed: {ranks or report.get('message') or 'ended by a signal'}", file=sys.stderr)  # noqa: T201
+    return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""Asking a worker process what only it can know: the model's sites, this machine's devices."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qcollect.errors import PreflightError
+from qcollect.host.processes import launch_environment
+from qcollect.plan.build import RANK_VARIABLES
+from qcollect.plan.inspection import Inspection
+from qcollect.recipe.records import Recipe
+
+TIMEOUT_S = 600
+
+
+def inspect_recipe(recipe: Recipe) -> Inspection:
+    """The recipe's sites and this machine's devices, from a process of its own.
+
+    Raises:
+        PreflightError: something the recipe needs is missing or damaged (every finding is listed), or the
+            inspection itself failed.
+    """
+    env = {"OMP_NUM_THREADS": "1"}
+    if recipe.launch.gpu_ids is not None:
+        env |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(recipe.launch.gpu_ids)}
+    with tempfile.TemporaryDirectory(prefix="qcollect-") as folder:
+        recipe_path, out_path = Path(folder, "recipe.json"), Path(folder, "inspection.json")
+        recipe_path.write_text(json.dumps(recipe.to_dict()), encoding="utf-8")
+        result = _ask(["--inspect", str(recipe_path), str(out_path)], env)
+        if result.returncode or not out_path.is_file():
+            last = "\n".join(result.stderr.strip().splitlines()[-12:])
+            raise PreflightError(f"recipe {recipe.name}: the model cannot be inspected:\n{last}")
+        inspection = Inspection.from_dict(json.loads(out_path.read_text(encoding="utf-8")))
+    if inspection.problems:
+        raise PreflightError("\n".join(inspection.problems))
+    return inspection
+
+
+def describe_devices() -> dict[str, Any]:
+    """``{"device": type, "devices": names}`` as torch sees them; in words, if torch fails."""
+    result = _ask(["--devices"], {})
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"device": f"unknown: torch failed: {last}", "devices": []}
+    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _ask(arguments: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "qcollect.worker", *arguments],
+        env=launch_environment(unset=RANK_VARIABLES, env=env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_S,
+        check=False,
+    )

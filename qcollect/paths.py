@@ -1,0 +1,107 @@
+"""Every file name inside an output directory.
+
+OUT/
+  mxfp8/                          run_dir
+    2024..._query.pt              captures (by_iteration layout: iter00000/2024..._query.pt)
+    .qcollect/                    state_dir: made by an exclusive mkdir, whoever makes it owns the run
+      plan.json  run.json  metrics.jsonl  inspect.json
+      manifest/rank00000.jsonl  progress/rank00000.json  errors/rank00000.json
+      logs/rank00000.log  logs/agent.log  control/stop
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+STATE_DIR_NAME = ".qcollect"
+DISPLACED_PREFIX = ".qcollect.displaced-"
+TEMPORARY_SUFFIX = ".tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The names of one run's files; pure, nothing is created or read."""
+
+    run_dir: Path
+
+    @property
+    def state_dir(self) -> Path:
+        return self.run_dir / STATE_DIR_NAME
+
+    @property
+    def plan_path(self) -> Path:
+        return self.state_dir / "plan.json"
+
+    @property
+    def run_path(self) -> Path:
+        return self.state_dir / "run.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.state_dir / "metrics.jsonl"
+
+    @property
+    def manifest_dir(self) -> Path:
+        return self.state_dir / "manifest"
+
+    @property
+    def progress_dir(self) -> Path:
+        return self.state_dir / "progress"
+
+    @property
+    def errors_dir(self) -> Path:
+        return self.state_dir / "errors"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.state_dir / "logs"
+
+    @property
+    def agent_log_path(self) -> Path:
+        return self.logs_dir / "agent.log"
+
+    @property
+    def agent_error_path(self) -> Path:
+        return self.errors_dir / "agent.json"
+
+    @property
+    def control_dir(self) -> Path:
+        return self.state_dir / "control"
+
+    @property
+    def stop_path(self) -> Path:
+        return self.control_dir / "stop"
+
+    def manifest_path(self, rank: int) -> Path:
+        return self.manifest_dir / f"rank{rank:05d}.jsonl"
+
+    def progress_path(self, rank: int) -> Path:
+        return self.progress_dir / f"rank{rank:05d}.json"
+
+    def error_path(self, rank: int) -> Path:
+        return self.errors_dir / f"rank{rank:05d}.json"
+
+    def log_path(self, rank: int) -> Path:
+        return self.logs_dir / f"rank{rank:05d}.log"
+
+    def state_dirs(self) -> tuple[Path, ...]:
+        """The directories inside ``state_dir`` a run needs, to be made once it is owned."""
+        return (self.manifest_dir, self.progress_dir, self.errors_dir, self.logs_dir, self.control_dir)
+
+    def capture_path(self, name: str, *, iteration: int, by_iteration: bool) -> Path:
+        folder = self.run_dir / f"iter{iteration:05d}" if by_iteration else self.run_dir
+        return folder / name
+
+    def displaced_dir(self, token: str) -> Path:
+        """Where a run's state goes, by one atomic rename, before its files are removed."""
+        return self.run_dir / f"{DISPLACED_PREFIX}{token}"
+
+
+def temporary_path(path: Path, token: str) -> Path:
+    """A name beside ``path`` that ``*.pt`` does not match and no other writer uses."""
+    return path.with_name(f".{path.name}.{token}{TEMPORARY_SUFFIX}")
+
+
+def find_runs(directory: Path) -> list[RunPaths]:
+    """The runs in ``directory``: itself, or its direct children, by name."""
+    candidates = [directory, *sorted(p for p in directory.iterdir() if p.is_dir())] if directory.is_dir() else []
+    return [RunPaths(p) for p in candidates if (p / STATE_DIR_NAME).is_dir()]

@@ -1,0 +1,165 @@
+"""Recipe + inspection + host facts -> plan. Pure: reads no file, no environment, no clock."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from qcollect.errors import DeviceError
+from qcollect.formats.catalog import get_quant_type
+from qcollect.paths import RunPaths
+from qcollect.plan.inspection import Inspection
+from qcollect.plan.record import Plan
+from qcollect.plan.schedule import Schedule, build_schedule, list_captures, select_captures, select_modules
+from qcollect.recipe.records import Recipe
+
+# Variables of a launch around this one; torchrun sets its own.
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+)
+
+
+def schedule_for(recipe: Recipe, quant_type: str, inspection: Inspection, world_size: int) -> Schedule:
+    """The schedule of ``recipe`` under ``quant_type`` on ``world_size`` ranks.
+
+    Raises:
+        SelectionError: a selector matches nothing.
+        ScheduleError: the target cannot be reached.
+    """
+    modules = select_modules(inspection.modules, recipe.capture)
+    quantizes = get_quant_type(quant_type).element is not None
+    captures = list_captures(modules, values=recipe.capture.values, quantizes=quantizes)
+    if recipe.quant.attention == "none":
+        captures = [c for c in captures if not (c.layer_type == "attention" and c.gemm)]
+    return build_schedule(
+        select_captures(captures, recipe.capture),
+        recipe.capture,
+        world_size=world_size,
+        num_iterations=recipe.train.iterations,
+        micro_batches=recipe.train.micro_batches,
+        micro_batch_size=recipe.train.micro_batch_size,
+    )
+
+
+def choose_world_size(recipe: Recipe, inspection: Inspection) -> int:
+    """``launch.nproc``, else one process a visible device, else one on the CPU.
+
+    Raises:
+        DeviceError: more processes than devices, or a device type that is not here.
+    """
+    asked, num_devices = recipe.launch.nproc, len(inspection.device_names)
+    if recipe.launch.device not in ("auto", "cpu", inspection.device):
+        raise DeviceError(
+            f"launch.device is {recipe.launch.device!r}, and this machine's torch sees "
+            f"{inspection.device!r} only; set launch.device=auto or install a torch build for it"
+        )
+    gpu_ids = recipe.launch.gpu_ids
+    if gpu_ids is not None and num_devices != len(gpu_ids):
+        raise DeviceError(
+            f"--gpu-ids {','.join(gpu_ids)} names {len(gpu_ids)} device(s) and torch sees {num_devices} of them; "
+            "compare with nvidia-smi -L (an id that does not exist hides every one after it)"
+        )
+    if device_type(recipe, inspection) == "cpu":
+        return asked or 1
+    if asked is not None and asked > num_devices:
+        raise DeviceError(
+            f"--nproc {asked} is more than the {num_devices} visible {inspection.device} device(s) "
+            f"({', '.join(inspection.device_names)}); lower --nproc, or make more visible with --gpu-ids"
+        )
+    return asked or num_devices
+
+
+def device_type(recipe: Recipe, inspection: Inspection) -> str:
+    return inspection.device if recipe.launch.device == "auto" else recipe.launch.device
+
+
+def build_plan(
+    recipe: Recipe,
+    quant_type: str,
+    inspection: Inspection,
+    *,
+    out_dir: Path,
+    script_args: Sequence[str],
+    python: str,
+    num_cores: int,
+    run_id: str,
+    run_token: str,
+) -> Plan:
+    """The resolved launch of ``quant_type`` into ``out_dir/quant_type``.
+
+    Raises:
+        FormatError, SelectionError, ScheduleError, DeviceError: as the functions above.
+    """
+    recipe = replace(recipe, quant=replace(recipe.quant, type=quant_type))
+    world_size = choose_world_size(recipe, inspection)
+    schedule = schedule_for(recipe, quant_type, inspection, world_size)
+    run_dir = out_dir / quant_type
+    torchrun = _torchrun_arguments(world_size, script_args)
+    return Plan(
+        run_id=run_id,
+        run_token=run_token,
+        run_dir=run_dir,
+        quant_type=quant_type,
+        recipe=recipe,
+        world_size=world_size,
+        device=device_type(recipe, inspection),
+        torchrun_argv=("torchrun", *torchrun),
+        agent_argv=(python, "-m", "qcollect.launch.agent", *torchrun),
+        env=_worker_environment(recipe, run_dir, run_token, max(1, num_cores // world_size)),
+        unset=RANK_VARIABLES,
+        script_args=tuple(script_args),
+        schedule=schedule,
+        excluded=inspection.excluded,
+        warnings=tuple(_warnings(schedule)),
+    )
+
+
+def _torchrun_arguments(world_size: int, script_args: Sequence[str]) -> tuple[str, ...]:
+    # --standalone picks a free port; --local-addr keeps a host name that does not resolve out of it
+    options = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(world_size))
+    return (*options, "-m", "qcollect.worker", *script_args)
+
+
+def _worker_environment(recipe: Recipe, run_dir: Path, run_token: str, num_threads: int) -> dict[str, str]:
+    env = {
+        "CUSTOM_QUANT_TYPE": recipe.quant.type,
+        "TENSOR_SAVE_DIR": str(run_dir),
+        "TENSOR_SAVE_ENABLED": "true",
+        "TENSOR_SAVER_ITERATION": "0",
+        "CURRENT_SAMPLE_IDX": "0",
+        "LOCAL_RANK": "0",
+        "OMP_NUM_THREADS": str(recipe.launch.omp_num_threads or num_threads),
+        "PYTHONUNBUFFERED": "1",
+        "QCOLLECT_PLAN": str(RunPaths(run_dir).plan_path),
+        "QCOLLECT_RUN_TOKEN": run_token,
+    }
+    if recipe.launch.gpu_ids is not None:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(recipe.launch.gpu_ids)
+    if recipe.train.deterministic:
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return env
+
+
+def _warnings(schedule: Schedule) -> list[str]:
+    ranks = schedule.ranks_without_backward()
+    if not ranks:
+        return []
+    named = ", ".join(str(r) for r in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return [
+        f"the target {schedule.target} is too small to reach a backward capture on rank(s) {named}; "
+        "raise --target, or choose with capture.operations"
+    ]

@@ -1,0 +1,369 @@
+"""Which captures a run takes: fixed before the first iteration, exact to the file.
+
+The unit is a module's group of tensors (``vocab.GROUPS``), so forward and backward, before and
+after come together. Layers are completed one at a time in ``order_layers``; inside a layer the
+attention kernel comes first, then the linears in model order. The list is cut to each rank's
+share of the target, and the share is spread evenly over the iterations asked for.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+from qcollect.errors import ScheduleError, SelectionError
+from qcollect.recipe.records import CaptureSpec
+from qcollect.recipe.selectors import expand_indices, match_names
+from qcollect.vocab import COMPONENTS, GROUPS, Gemm, LayerType, Operation, Values
+
+# A file is its tensor plus the zip archive, pickle and metadata around it (measured, 2.9 to 3.6 KB).
+FILE_OVERHEAD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSites:
+    """A module that can be captured, as seen on the model.
+
+    ``shapes`` maps each tensor name of its group to the shape one micro-batch gives; empty when
+    not known. ``without_grad`` names the tensors known to have no gradient (a frozen weight's
+    ``grad_weight``, the ``grad_input`` of an input that needs none). ``excluded`` modules are
+    captured, not quantized; ``on_request`` ones (lm_head) are captured only when
+    ``capture.modules`` names them.
+    """
+
+    module: str
+    layer_type: LayerType
+    layer_idx: int | None
+    shapes: dict[str, tuple[int, ...]]
+    element_bytes: int = 4
+    without_grad: tuple[str, ...] = ()
+    excluded: bool = False
+    on_request: bool = False
+
+    @property
+    def projection(self) -> str | None:
+        """The last part of a linear's FQN (``q_proj``); None for attention."""
+        return self.module.rsplit(".", 1)[-1] if self.layer_type == LayerType.LINEAR else None
+
+    @property
+    def gemms(self) -> frozenset[Gemm]:
+        """The gemms this module runs: no dgrad without ``grad_input``, no wgrad without ``grad_weight``."""
+        results = {"grad_input": Gemm.DGRAD, "grad_weight": Gemm.WGRAD}
+        return frozenset(Gemm) - {results[name] for name in self.without_grad if name in results}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        return cls(
+            module=fields["module"],
+            layer_type=LayerType(fields["layer_type"]),
+            layer_idx=fields["layer_idx"],
+            shapes={name: tuple(shape) for name, shape in fields["shapes"].items()},
+            element_bytes=fields["element_bytes"],
+            without_grad=tuple(fields["without_grad"]),
+            excluded=fields["excluded"],
+            on_request=fields["on_request"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCapture:
+    """One capture of the schedule, before it has a rank, an iteration and a sample."""
+
+    module: str
+    layer_type: LayerType
+    layer_idx: int | None
+    operation: Operation
+    phase: str
+    tensor_name: str
+    gemm: Gemm | None
+    values: Values
+    num_bytes: int
+
+    @property
+    def component(self) -> str:
+        return COMPONENTS[self.layer_type]
+
+    @property
+    def tensor(self) -> str:
+        """The last field of the file name: ``query``, ``q_proj_input``, ``q_proj_input_fprop``."""
+        projection = self.module.rsplit(".", 1)[-1] if self.layer_type == LayerType.LINEAR else None
+        return "_".join(part for part in (projection, self.tensor_name, self.gemm) if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        return cls(
+            **{
+                **fields,
+                "layer_type": LayerType(fields["layer_type"]),
+                "operation": Operation(fields["operation"]),
+                "gemm": Gemm(fields["gemm"]) if fields["gemm"] else None,
+                "values": Values(fields["values"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A rank takes the first ``count`` captures of the list in this micro-batch.
+
+    ``start`` is the number of captures the rank has taken before, so the capture at position p
+    of the list (from 0) has counter ``start + p + 1``.
+    """
+
+    iteration: int
+    micro_batch: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The list of one micro-batch's captures in order, and each rank's cuts of it."""
+
+    captures: tuple[PlannedCapture, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+
+    def share(self, rank: int) -> int:
+        return sum(cut.count for cut in self.cuts[rank])
+
+    @property
+    def target(self) -> int:
+        return sum(self.share(rank) for rank in range(len(self.cuts)))
+
+    @property
+    def last_iteration(self) -> int:
+        """The iteration after which every rank has its share; -1 if nothing is captured."""
+        return max((cut.iteration for cuts in self.cuts for cut in cuts), default=-1)
+
+    def num_bytes(self) -> int:
+        """Estimated size of all files."""
+        sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.captures]
+        return sum(sum(sizes[: cut.count]) for cuts in self.cuts for cut in cuts)
+
+    def ranks_without_backward(self) -> list[int]:
+        """Ranks whose share is cut before its first backward capture."""
+        return [
+            rank
+            for rank, cuts in enumerate(self.cuts)
+            if cuts and not any(c.operation == Operation.BACKWARD for cut in cuts for c in self.captures[: cut.count])
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "captures": [capture.to_dict() for capture in self.captures],
+            "cuts": [[[c.iteration, c.micro_batch, c.count, c.start] for c in cuts] for cuts in self.cuts],
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        return cls(
+            captures=tuple(PlannedCapture.from_dict(c) for c in fields["captures"]),
+            cuts=tuple(
+                tuple(Cut(iteration=i, micro_batch=m, count=n, start=s) for i, m, n, s in cuts)
+                for cuts in fields["cuts"]
+            ),
+        )
+
+
+def order_layers(layers: Iterable[int]) -> list[int]:
+    """``layers`` in the order they are completed: middle, first, last, then evenly between.
+
+    "Evenly between" takes the middle of the widest gap left between those already taken, the
+    lower one when gaps are equal: 16 layers give 8, 0, 15, 4, 11, 2, 6, ...
+    """
+    ordered = sorted(set(layers))
+    if not ordered:
+        return []
+    last = len(ordered) - 1
+    taken = list(dict.fromkeys((len(ordered) // 2, 0, last)))
+    while len(taken) < len(ordered):
+        marks = sorted(taken)
+        gaps = [(high - low, -low) for low, high in pairwise(marks)]
+        width, low = max(gaps)
+        taken.append(-low + width // 2)
+    return [ordered[position] for position in taken]
+
+
+def list_captures(modules: Sequence[ModuleSites], *, values: str, quantizes: bool) -> list[PlannedCapture]:
+    """Every capture one micro-batch can give, in schedule order.
+
+    Args:
+        modules: in model order.
+        values: ``original``, ``quantized`` or ``both``.
+        quantizes: whether the quant type quantizes anything (``none`` does not).
+    """
+    ordered = [m for idx in order_layers(_layer_indices(modules)) for m in modules if m.layer_idx == idx]
+    ordered += [m for m in modules if m.layer_idx is None]
+    # sorted is stable: attention first, then the linears of the layer as the model has them
+    position = {idx: i for i, idx in enumerate(dict.fromkeys(m.layer_idx for m in ordered))}
+    ordered.sort(key=lambda m: (position[m.layer_idx], m.layer_type != LayerType.ATTENTION))
+    return [c for m in ordered for c in _group_captures(m, values=values, quantizes=quantizes and not m.excluded)]
+
+
+def _layer_indices(modules: Sequence[ModuleSites]) -> list[int]:
+    return [m.layer_idx for m in modules if m.layer_idx is not None]
+
+
+def _group_captures(module: ModuleSites, *, values: str, quantizes: bool) -> list[PlannedCapture]:
+    captures = []
+    gemms = module.gemms
+    for slot in GROUPS[module.layer_type]:
+        if slot.tensor_name in module.without_grad:
+            continue
+        consumers = [gemm for gemm in slot.consumers if gemm in gemms]
+        copies: list[tuple[Gemm | None, Values]] = []
+        is_quantized_only = values == Values.QUANTIZED and quantizes and consumers
+        if not is_quantized_only:
+            copies.append((None, Values.ORIGINAL))
+        if values != Values.ORIGINAL and quantizes:
+            copies += [(gemm, Values.QUANTIZED) for gemm in consumers]
+        num_elements = 1
+        for size in module.shapes.get(slot.tensor_name, (0,)):
+            num_elements *= size
+        captures += [
+            PlannedCapture(
+                module=module.module,
+                layer_type=module.layer_type,
+                layer_idx=module.layer_idx,
+                operation=slot.operation,
+                phase=slot.phase,
+                tensor_name=slot.tensor_name,
+                gemm=gemm,
+                values=kind,
+                num_bytes=num_elements * module.element_bytes,
+            )
+            for gemm, kind in copies
+        ]
+    return captures
+
+
+def select_modules(modules: Sequence[ModuleSites], spec: CaptureSpec) -> list[ModuleSites]:
+    """The modules ``capture.layers``, ``capture.modules`` and ``capture.layer_types`` leave.
+
+    Raises:
+        SelectionError: a selector matches nothing; the message names the alternatives.
+    """
+    chosen = [m for m in modules if spec.modules is not None or not m.on_request]
+    if spec.layers is not None:
+        num_layers = max(_layer_indices(modules), default=-1) + 1
+        layers = set(expand_indices(spec.layers, num_layers, key="capture.layers"))
+        chosen = [m for m in chosen if m.layer_idx in layers]
+    if spec.modules is not None:
+        names = set(match_names(spec.modules, [m.module for m in modules], key="capture.modules"))
+        chosen = [m for m in chosen if m.module in names]
+    if spec.layer_types is not None:
+        names = set(match_names(spec.layer_types, list(LayerType), key="capture.layer_types"))
+        chosen = [m for m in chosen if m.layer_type in names]
+    if not chosen:
+        raise SelectionError(
+            "capture.layers, capture.modules and capture.layer_types together match none of the model's "
+            f"{len(modules)} modules, from {modules[0].module if modules else '(none)'}; loosen one of them"
+        )
+    return chosen
+
+
+def select_captures(captures: Sequence[PlannedCapture], spec: CaptureSpec) -> list[PlannedCapture]:
+    """The captures ``capture.operations``, ``phases`` and ``tensor_names`` leave.
+
+    Raises:
+        SelectionError: a selector matches nothing.
+    """
+    chosen = list(captures)
+    for key, attribute in (("operations", "operation"), ("phases", "phase"), ("tensor_names", "tensor_name")):
+        patterns = getattr(spec, key)
+        if patterns is not None:
+            known = list(dict.fromkeys(str(getattr(c, attribute)) for c in captures))
+            names = set(match_names(patterns, known, key=f"capture.{key}"))
+            chosen = [c for c in chosen if getattr(c, attribute) in names]
+    if not chosen:
+        raise SelectionError("capture.operations, capture.phases and capture.tensor_names together match no tensor")
+    return chosen
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """``total`` in ``parts`` whole shares; the first ``total % parts`` have one more."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def build_schedule(
+    captures: Sequence[PlannedCapture],
+    spec: CaptureSpec,
+    *,
+    world_size: int,
+    num_iterations: int,
+    micro_batches: int,
+    micro_batch_size: int,
+) -> Schedule:
+    """Each rank's share of ``spec.target``, cut from ``captures``.
+
+    Args:
+        captures: one micro-batch's captures in order.
+        spec: target, iterations, ranks and samples.
+        num_iterations: iterations the training has; ``capture.iterations`` must lie inside.
+        micro_batches: per iteration and rank.
+        micro_batch_size: sequences a micro-batch.
+
+    Raises:
+        SelectionError: iterations, ranks or samples outside the run.
+        ScheduleError: the target is more than the run can produce; the message has the number.
+    """
+    iterations = (
+        (0,) if spec.iterations is None else expand_indices(spec.iterations, num_iterations, key="capture.iterations")
+    )
+    ranks = range(world_size) if spec.ranks is None else expand_indices(spec.ranks, world_size, key="capture.ranks")
+    samples = None
+    if spec.samples is not None:
+        num_samples = num_iterations * micro_batches * world_size * micro_batch_size
+        samples = set(expand_indices(spec.samples, num_samples, key="capture.samples"))
+
+    def takes(rank: int, iteration: int, micro_batch: int) -> bool:
+        first = first_sample_idx(rank, iteration, micro_batch, world_size, micro_batches, micro_batch_size)
+        return samples is None or not samples.isdisjoint(range(first, first + micro_batch_size))
+
+    slots = {rank: {i: [m for m in range(micro_batches) if takes(rank, i, m)] for i in iterations} for rank in ranks}
+    _refuse_impossible(captures, spec, slots)
+    shares = dict(zip(ranks, split_evenly(spec.target, len(ranks)), strict=True))
+    cuts = tuple(
+        tuple(_cut_rank(len(captures), slots[rank], shares[rank])) if rank in slots else ()
+        for rank in range(world_size)
+    )
+    return Schedule(captures=tuple(captures), cuts=cuts)
+
+
+def first_sample_idx(
+    rank: int, iteration: int, micro_batch: int, world_size: int, micro_batches: int, micro_batch_size: int
+) -> int:
+    """Global index of the first sequence of a micro-batch: ranks take turns, micro-batch by micro-batch."""
+    return ((iteration * micro_batches + micro_batch) * world_size + rank) * micro_batch_size
+
+
+def _refuse_impossible(
+    captures: Sequence[PlannedCapture], spec: CaptureSpec, slots: dict[int, dict[int, list[int]]]
+) -> None:
+    usable = {rank: [len(m) for m in by_iteration.values() if m] for rank, by_iteration in slots.items()}
+    fewest = min((len(m) * min(m) * len(captures) if m else 0 for m in usable.values()), default=0)
+    possible = fewest * len(slots)
+    if spec.target > possible:
+        raise ScheduleError(
+            f"target {spec.target} is more than this run can produce: {possible} files = {len(captures)} captures a "
+            f"micro-batch, {len(next(iter(slots.values()), {}))} iteration(s), {len(slots)} rank(s); lower --target, "
+            "or capture more with --set capture.iterations=spread:K or capture.values=both"
+        )
+
+
+def _cut_rank(num_captures: int, by_iteration: dict[int, list[int]], share: int) -> Iterable[Cut]:
+    usable = {iteration: batches for iteration, batches in by_iteration.items() if batches}
+    start = 0
+    for (iteration, batches), wanted in zip(usable.items(), split_evenly(share, len(usable)), strict=True):
+        for micro_batch in batches:
+            count = min(wanted, num_captures)
+            if count:
+                yield Cut(iteration=iteration, micro_batch=micro_batch, count=count, start=start)
+            start += count
+            wanted -= count

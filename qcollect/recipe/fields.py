@@ -1,0 +1,187 @@
+"""The field types of the schema: what a value in a recipe may be, and what is said when it is not.
+
+A validator here raises ValueError with what follows ``PLACE: KEY is VALUE;``, mostly ``must be ...``;
+``problems`` puts that in front. ``problem`` is for a whole sentence.
+"""
+
+import math
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from qcollect.errors import SelectionError
+from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.recipe.records import IndexSelector
+from qcollect.recipe.selectors import check_selector, match_names
+from qcollect.vocab import TENSOR_NAMES, LayerType, Operation, Phase
+
+WHOLE_SENTENCE = "whole_sentence"
+RECIPE_DIR, BUNDLED_DIR = "$RECIPE_DIR", "$BUNDLED_DIR"
+
+
+def problem(text: str, key: str | None = None) -> PydanticCustomError:
+    """An error whose message is ``text``, placed at ``key`` (dotted) instead of where it was raised."""
+    return PydanticCustomError(WHOLE_SENTENCE, "{text}", {"text": text, "key": key})
+
+
+def known(value: Any, names: Sequence[str]) -> str:
+    """``known: a, b.``, with a question if ``value`` is near one of them."""
+    # 'gpu' is two thirds of 'cpu' and not meant by it: only near misses are asked about
+    near = get_close_matches(str(value).lower(), names, n=1, cutoff=0.78)
+    return f"known: {', '.join(names)}." + (f" Did you mean {near[0]!r}?" if near else "")
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("must be a whole number")
+    return value
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("must be a number")
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise ValueError("must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError("must be a finite number")
+    return number
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _power_of_two(value: float) -> float:
+    if value <= 0 or math.frexp(value)[0] != 0.5:
+        raise ValueError("must be a power of two above 0, like 1, 1024 or 65536")
+    return value
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("must be a list of two numbers")
+    first, second = (_real(item) for item in value)
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise ValueError("must be two numbers from 0 to below 1")
+    return first, second
+
+
+def _path_text(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be a path (text)")
+    if value == "~" or value.startswith("~/"):
+        raise ValueError("'~' is not expanded; write the whole path")
+    return value
+
+
+def _path_list(value: Any) -> tuple[str, ...]:
+    paths = value if isinstance(value, list | tuple) else [value]
+    if not paths:
+        raise ValueError("must be a path, or a list of at least one")
+    return tuple(_path_text(path) for path in paths)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """A list of texts, or one text with commas."""
+    if isinstance(value, str):
+        value = [item.strip() for item in value.split(",")]
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ValueError("must be a list of texts")
+    return tuple(value)
+
+
+def _some_texts(value: Any) -> tuple[str, ...]:
+    texts = _texts(value)
+    if not texts:
+        raise ValueError("it selects nothing; leave it out to select all")
+    return texts
+
+
+def _vocabulary(words: tuple[str, ...]) -> PlainValidator:
+    def check(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+        patterns = _some_texts(value)
+        try:
+            match_names(patterns, words, key=f"capture.{info.field_name}")
+        except SelectionError as error:
+            raise problem(str(error)) from None
+        return patterns
+
+    return PlainValidator(check)
+
+
+def _selector(value: Any, info: ValidationInfo) -> IndexSelector:
+    try:
+        check_selector(value, key=f"capture.{info.field_name}")
+    except SelectionError as error:
+        raise problem(str(error)) from None
+    if isinstance(value, str):
+        return value
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _device_ids(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [item.strip() for item in value.split(",")]
+    items = value if isinstance(value, list | tuple) else [value]
+    if not items or not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
+        raise ValueError("must be a list of device indices or UUIDs, like [0, 2]")
+    ids = tuple(str(item) for item in items)
+    if not all(ids) or any(item.startswith("-") for item in ids):
+        raise ValueError("must be a list of device indices or UUIDs, like [0, 2]")
+    if len(set(ids)) != len(ids):
+        raise ValueError("a device is named twice")
+    return ids
+
+
+def _quant_type(value: Any) -> str:
+    if value not in list(QUANT_TYPES):
+        raise ValueError(f"{known(value, sorted(QUANT_TYPES))} See 'qcollect formats'.")
+    return str(value)
+
+
+def _quant_types(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    if not names:
+        raise ValueError("must name at least one quant type")
+    for name in names:
+        if name not in QUANT_TYPES:
+            raise ValueError(f"{name!r} is not one; {known(name, sorted(QUANT_TYPES))} See 'qcollect formats'.")
+    if len(set(names)) != len(names):
+        raise ValueError("a quant type is named twice")
+    return names
+
+
+def _not_served(value: Any) -> None:
+    if value is not None:
+        raise ValueError("this version does not serve it; leave it out")
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=1)]
+Seed = Annotated[Whole, Field(ge=0, le=2**63 - 1)]
+Real = Annotated[float, PlainValidator(_real)]
+Flag = Annotated[bool, PlainValidator(_flag)]
+PowerOfTwo = Annotated[float, PlainValidator(_real), AfterValidator(_power_of_two)]
+Betas = Annotated[tuple[float, float], PlainValidator(_betas)]
+PathText = Annotated[str, PlainValidator(_path_text)]
+PathList = Annotated[tuple[str, ...], PlainValidator(_path_list)]
+Globs = Annotated[tuple[str, ...], PlainValidator(_some_texts)]
+MaybeGlobs = Annotated[tuple[str, ...], PlainValidator(_texts)]
+LayerTypes = Annotated[tuple[str, ...], _vocabulary(tuple(LayerType))]
+Operations = Annotated[tuple[str, ...], _vocabulary(tuple(Operation))]
+Phases = Annotated[tuple[str, ...], _vocabulary(tuple(Phase))]
+TensorNames = Annotated[tuple[str, ...], _vocabulary(TENSOR_NAMES)]
+Selector = Annotated[IndexSelector, PlainValidator(_selector)]
+DeviceIds = Annotated[tuple[str, ...], PlainValidator(_device_ids)]
+QuantName = Annotated[str, PlainValidator(_quant_type)]
+QuantNames = Annotated[tuple[str, ...], PlainValidator(_quant_types)]
+NotServed = Annotated[None, PlainValidator(_not_served)]

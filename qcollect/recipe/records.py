@@ -1,0 +1,233 @@
+"""The frozen records of a recipe: what the rest of the program reads.
+
+Every default of a recipe is written here and nowhere else (``schema`` takes them from here).
+Paths are absolute. Sequences are tuples. ``Recipe.to_dict`` is JSON-ready and ``recipe_from_dict``
+undoes it; neither needs more than the standard library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from qcollect.errors import RecipeError
+
+BYTES_TOKENIZER = "bytes"
+
+IndexSelector = tuple[int | str, ...] | str
+"""Indices as the user gave them: numbers and ranges, ``"0-3"``, ``"every:2"``, ``"spread:4"``, ``"all"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Which model: a checkpoint's weights, or seeded random weights in the shape of ``config``.
+
+    Exactly one of ``checkpoint`` and ``config`` is set.
+
+    Args:
+        checkpoint: a model folder (config.json and weights).
+        config: keyword arguments of transformers' LlamaConfig; JSON values only.
+        architecture: the model family; ``llama``.
+        seed: of the random weights.
+        tokenizer: a tokenizer's folder, ``bytes`` (one token a UTF-8 byte), or None: the checkpoint's,
+            and ``bytes`` without a checkpoint.
+    """
+
+    checkpoint: str | None = None
+    config: dict[str, Any] | None = None
+    architecture: str = "llama"
+    seed: int = 0
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Which tokens.
+
+    Args:
+        path: prefixes of indexed ``.bin/.idx`` pairs, or ``.txt``/``.jsonl`` files tokenized at start.
+        sequence_length: tokens a sample.
+        tokenizer: of text files: a folder, ``bytes``, or None: the model's.
+        layout: ``packed`` (documents one after the other, cut to length) or ``padded`` (one a sample).
+        seed: of the order of the samples.
+        append_eos: an end-of-text token after every document of a text file.
+    """
+
+    path: tuple[str, ...]
+    sequence_length: int
+    tokenizer: str | None = None
+    layout: str = "packed"
+    seed: int = 0
+    append_eos: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """How it trains: AdamW on fp32 master weights.
+
+    Args:
+        iterations: optimizer steps at most; a run ends earlier once its target is captured.
+        micro_batch_size: samples a micro-batch and rank.
+        micro_batches: micro-batches an iteration and rank, their gradients accumulated.
+        learning_rate: constant.
+        grad_clip: largest global gradient norm, None: no clipping.
+        compute: dtype of forward and backward, ``bf16`` or ``fp32``.
+        loss_scale: a power of two the loss is multiplied with; divided out before the optimizer.
+        deterministic: only deterministic kernels.
+        seed: of everything random while training.
+        activation_checkpointing: ``none``, ``reentrant`` or ``non_reentrant``.
+    """
+
+    iterations: int = 1000
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float | None = 1.0
+    compute: str = "bf16"
+    loss_scale: float = 1.0
+    deterministic: bool = True
+    seed: int = 0
+    activation_checkpointing: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """How operands are quantized.
+
+    Args:
+        type: catalog name, for a single run.
+        types: catalog names, for a sweep.
+        scale_rule: ``floor``, ``ceil``, ``even``, ``rceil``; None: the type's own.
+        rounding: ``nearest_even``, ``half_away``; None: the type's own.
+        block_size: elements that share a scale; None: the type's own.
+        attention: ``qkv`` (query, key and value are quantized) or ``none``.
+        hifp8_scale: which operands get a power-of-two scale: ``per_tensor`` (all), ``grads``, ``none``.
+        exclude: globs of module names that stay in high precision.
+        overrides: by gemm (``fprop``, ``dgrad``, ``wgrad``), those of ``type``, ``scale_rule``, ``rounding``
+            and ``block_size`` that differ there. An override of the type brings that type's own rules.
+    """
+
+    type: str = "mxfp8"
+    types: tuple[str, ...] = ("mxfp8", "mxfp4", "hifp8")
+    scale_rule: str | None = None
+    rounding: str | None = None
+    block_size: int | None = None
+    attention: str = "qkv"
+    hifp8_scale: str = "per_tensor"
+    exclude: tuple[str, ...] = ()
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureSpec:
+    """What is captured. A selector that is None leaves everything in (iterations: the first only).
+
+    Args:
+        target: captures summed over ranks, exact.
+        layers: transformer layers, from 0.
+        modules: globs of module names.
+        layer_types, operations, phases, tensor_names: globs of the words of ``vocab``.
+        iterations: optimizer steps, from 0.
+        ranks: global ranks.
+        samples: global sample indices.
+        tokens: not served by this version; always None.
+        values: ``original``, ``quantized`` or ``both``.
+        mode: ``tensors``.
+        layout: ``flat`` (all files in one folder) or ``by_iteration``.
+    """
+
+    target: int = 50
+    layers: IndexSelector | None = None
+    modules: tuple[str, ...] | None = None
+    layer_types: tuple[str, ...] | None = None
+    operations: tuple[str, ...] | None = None
+    phases: tuple[str, ...] | None = None
+    tensor_names: tuple[str, ...] | None = None
+    iterations: IndexSelector | None = None
+    ranks: IndexSelector | None = None
+    samples: IndexSelector | None = None
+    tokens: None = None
+    values: str = "original"
+    mode: str = "tensors"
+    layout: str = "flat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """Where and how the workers run.
+
+    Args:
+        nproc: worker processes on this node; None: one a visible device.
+        gpu_ids: indices or UUIDs of the devices to use, as nvidia-smi names them; None: all visible.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        omp_num_threads: threads a worker; None: the cores shared out.
+        grace_s: seconds workers get to end by themselves before they are signalled.
+    """
+
+    nproc: int | None = None
+    gpu_ids: tuple[str, ...] | None = None
+    device: str = "auto"
+    omp_num_threads: int | None = None
+    grace_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A whole recipe.
+
+    Args:
+        name: the file's name without suffix.
+        path: the file it came from.
+        script: the training script.
+    """
+
+    name: str
+    path: str
+    script: str
+    model: ModelSpec
+    data: DataSpec
+    train: TrainSpec
+    quant: QuantSpec
+    capture: CaptureSpec
+    launch: LaunchSpec
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dicts, lists, str, int, float, bool and None only."""
+        fields = _to_json(asdict(self))
+        assert isinstance(fields, dict)
+        return fields
+
+
+def recipe_from_dict(fields: Mapping[str, Any]) -> Recipe:
+    """The recipe ``Recipe.to_dict`` (or its JSON) came from. Keys that are absent take their default.
+
+    Raises:
+        RecipeError: keys this version does not know, or without a default and absent.
+    """
+    try:
+        return Recipe(
+            name=fields["name"],
+            path=fields["path"],
+            script=fields["script"],
+            model=ModelSpec(**fields["model"]),
+            data=DataSpec(**_to_tuples(fields["data"])),
+            train=TrainSpec(**_to_tuples(fields["train"])),
+            quant=QuantSpec(**_to_tuples(fields["quant"])),
+            capture=CaptureSpec(**_to_tuples(fields["capture"])),
+            launch=LaunchSpec(**_to_tuples(fields["launch"])),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(
+            f"a stored recipe cannot be read: {error}; it is damaged or of another version of qcollect"
+        ) from error
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

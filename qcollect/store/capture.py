@@ -1,0 +1,193 @@
+"""One capture <-> one ``.pt`` file that says by itself what it holds.
+
+A file is ``torch.save`` of ``{"tensor", "tensor_info", "metadata"}`` with nothing but tensors and
+plain Python values inside, so ``torch.load(path, weights_only=True)`` reads it in any process.
+It appears under its final name whole or not at all.
+"""
+
+import math
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+
+from qcollect.errors import CaptureError
+from qcollect.paths import temporary_path
+
+METADATA_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A written file: where, how many bytes, and the xxh3-128 of those bytes (hex)."""
+
+    path: Path
+    num_bytes: int
+    xxh3_128: str
+
+
+class _HashingFile:
+    """A binary file that hashes what passes through it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.hash = xxhash.xxh3_128()
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], metadata: dict[str, Any]) -> StoredFile:
+    """Write one capture; never replaces an existing file.
+
+    Args:
+        path: the final name; its folder exists.
+        tensor: dense CPU tensor that owns its storage.
+        tensor_info: as ``describe_tensor`` gives it.
+        metadata: plain values (``plain``).
+
+    Raises:
+        FileExistsError: the name is taken.
+        CaptureError: the disk is full or the folder is gone. In no case is anything left behind.
+    """
+    temporary = temporary_path(path, uuid.uuid4().hex[:12])
+    try:
+        with temporary.open("xb") as file:
+            hashing = _HashingFile(file)
+            torch.save({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, hashing)  # type: ignore[arg-type]
+        _rename_new(temporary, path)
+    except FileExistsError:
+        temporary.unlink(missing_ok=True)
+        raise
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CaptureError(f"{path}: cannot be written: {error}{_space_left(path.parent)}") from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return StoredFile(path=path, num_bytes=hashing.num_bytes, xxh3_128=hashing.hash.hexdigest())
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Rename that fails where ``target`` exists, which ``os.rename`` does not on POSIX."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: check, then rename
+        if target.exists():
+            raise FileExistsError(target) from None
+        source.rename(target)
+    else:
+        source.unlink()
+
+
+def _space_left(folder: Path) -> str:
+    try:
+        free = os.statvfs(folder)
+    except OSError:
+        return f" (the folder {folder} is gone)"
+    return f" ({free.f_bavail * free.f_frsize:,} bytes and {free.f_favail:,} inodes free in {folder})"
+
+
+def load_capture(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
+    """``{"tensor", "tensor_info", "metadata"}`` of a file, without unpickling code.
+
+    Raises:
+        CaptureError: the file is missing, torn, or not a capture.
+    """
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+    except Exception as error:
+        raise CaptureError(f"{path}: cannot be loaded: {error}") from error
+    if not isinstance(content, dict) or "tensor" not in content or "metadata" not in content:
+        raise CaptureError(f"{path}: holds no capture (a dict with 'tensor', 'tensor_info' and 'metadata')")
+    return content
+
+
+def describe_tensor(tensor: torch.Tensor, source: torch.Tensor | None = None) -> dict[str, Any]:
+    """``tensor_info``: shape, dtype, device and statistics of a tensor.
+
+    Statistics are over finite values, accumulated in float64; ``std`` is the population's. They
+    are None without a finite value (``min_nonzero_abs`` also without a nonzero one). For bool,
+    integer and complex tensors (complex by magnitude) the same holds.
+
+    Args:
+        tensor: any shape, dtype and device; values are read here.
+        source: the tensor as the network holds it, whose device, ``requires_grad`` and ``is_leaf`` are recorded.
+    """
+    source = tensor if source is None else source
+    values = (tensor.abs() if tensor.is_complex() else tensor).detach().flatten().to(torch.float64)
+    finite_mask = torch.isfinite(values)
+    num_nan = int(torch.isnan(values).sum())
+    finite = values if bool(finite_mask.all()) else values[finite_mask]
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype),
+        "device": str(source.device),
+        "requires_grad": bool(source.requires_grad),
+        "is_leaf": bool(source.is_leaf),
+        **_statistics(finite),
+        "num_nan": num_nan,
+        "num_inf": values.numel() - finite.numel() - num_nan,
+        "num_zero": int((finite == 0).sum()),
+    }
+
+
+def _statistics(finite: torch.Tensor) -> dict[str, float | None]:
+    names = ("min", "max", "mean", "std", "abs_max", "rms", "min_nonzero_abs")
+    if finite.numel() == 0:
+        return dict.fromkeys(names)
+    magnitudes = finite.abs()
+    nonzero = magnitudes[magnitudes > 0]
+    mean = finite.mean()
+    numbers = torch.stack(
+        [
+            finite.min(),
+            finite.max(),
+            mean,
+            (finite - mean).square().mean().sqrt(),
+            magnitudes.max(),
+            finite.square().mean().sqrt(),
+            nonzero.min() if nonzero.numel() else torch.full_like(mean, math.nan),
+        ]
+    ).tolist()
+    # an overflow of the square, or a tensor without a nonzero value, has no number to report
+    return {name: value if math.isfinite(value) else None for name, value in zip(names, numbers, strict=True)}
+
+
+_CONVERSIONS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
+    ((bool, str, type(None)), lambda v: v),
+    (int, int),
+    (float, lambda v: float(v) if math.isfinite(v) else str(float(v))),
+    (dict, lambda v: {str(k): plain(item) for k, item in v.items()}),
+    ((list, tuple, set, frozenset, torch.Size), lambda v: [plain(item) for item in v]),
+    (torch.Tensor, lambda v: plain(v.tolist())),
+)
+
+
+def plain(value: Any) -> Any:
+    """``value`` with only str, int, float, bool, None, list and dict inside.
+
+    Tuples, sets and shapes become lists, tensors nested lists, dtypes, devices, paths and other
+    objects their ``str``; NaN and Inf become the strings ``nan``, ``inf``, ``-inf``. Subclasses of
+    str and int (enums) become plain ones.
+    """
+    for kinds, convert in _CONVERSIONS:
+        if isinstance(value, kinds):
+            converted = convert(value)
+            return str.__str__(converted) if isinstance(converted, str) else converted
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # numpy scalars
+        return plain(value.item())
+    return str(value)

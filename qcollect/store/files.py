@@ -1,0 +1,123 @@
+"""The two kinds of JSON file a run writes while others read it: whole documents and lines.
+
+A document is replaced by one rename, so a reader sees the old or the new one. A line is appended
+by one write and counts once its newline is there, so what a killed writer left behind is no line.
+"""
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from qcollect.paths import temporary_path
+
+_CHUNK_BYTES = 1 << 20
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in ``path``; None if there is no such file or it holds no whole JSON object."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_json_atomic(path: Path, record: dict[str, Any]) -> None:
+    """Replace ``path`` by ``record``, by a temporary file beside it and one rename.
+
+    Raises:
+        ValueError: a number is NaN or Inf.
+        OSError: it cannot be written; ``path`` is as it was and no temporary file stays.
+    """
+    temporary = temporary_path(path, uuid.uuid4().hex[:12])
+    try:
+        temporary.write_bytes(_encode(record))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json_in_place(path: Path, record: dict[str, Any]) -> None:
+    """Write ``record`` over an existing ``path``: for a full disk, where a second file has no room.
+
+    Not atomic; a reader may see neither the old nor the new record for an instant.
+    """
+    with path.open("r+b") as file:
+        file.write(_encode(record))
+        file.truncate()
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append ``record`` as one JSON line. A file has one writer; a torn tail it finds is dropped first.
+
+    Raises:
+        ValueError: a number is NaN or Inf.
+        OSError: no space, or the folder is gone; no part of the line stays.
+    """
+    line = _encode(record)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        end = _drop_torn_tail(file)
+        try:
+            written = os.write(file, line)
+            while written < len(line):  # the disk ran full inside the line: the rest raises, or fits by now
+                written += os.write(file, line[written:])
+        except OSError:
+            os.ftruncate(file, end)
+            raise
+    finally:
+        os.close(file)
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The whole lines of a file, without their newlines; none if there is no such file."""
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return content.split(b"\n")[:-1]
+
+
+def count_lines(path: Path) -> int:
+    """How many whole lines a file has, without parsing them; 0 if there is no such file."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def read_tail(path: Path, num_bytes: int) -> bytes:
+    """The last bytes of a file, from the start of a line where it is cut; empty if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+            file.seek(start)
+            tail = file.read(num_bytes)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    first_line_end = tail.find(b"\n")
+    return tail if start == 0 or first_line_end < 0 else tail[first_line_end + 1 :]
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    # ASCII: names may hold bytes that are no UTF-8 (lone surrogates), and U+2028 must not look like a line end
+    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+
+
+def _drop_torn_tail(file: int) -> int:
+    """Cut what follows the last newline; returns the file's size then."""
+    end = os.fstat(file).st_size
+    if end == 0 or os.pread(file, 1, end - 1) == b"\n":
+        return end
+    while end > 0:
+        start = max(0, end - _CHUNK_BYTES)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        end = start + newline + 1
+        if newline >= 0:
+            break
+    os.ftruncate(file, end)
+    return end

@@ -1,0 +1,92 @@
+"""The captures of a run, read from its manifests, selected by any metadata field."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcollect.errors import OutputError
+from qcollect.paths import RunPaths
+from qcollect.store.manifest import ManifestRecord, read_manifests
+from qcollect.vocab import CaptureKey
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """One capture of a run: what the manifest says, and the file behind it."""
+
+    path: Path
+    record: ManifestRecord
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.record.metadata
+
+    @property
+    def tensor_info(self) -> dict[str, Any]:
+        return self.record.tensor_info
+
+    @property
+    def key(self) -> CaptureKey:
+        return CaptureKey.from_metadata(self.metadata)
+
+    def load(self) -> "torch.Tensor":
+        """The tensor.
+
+        Raises:
+            CaptureError: the file is missing or torn.
+        """
+        from qcollect.store.capture import load_capture
+
+        tensor: torch.Tensor = load_capture(self.path)["tensor"]
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Sequence[Capture]):
+    """The captures of one run folder, by rank and then in the order they were saved."""
+
+    captures: tuple[Capture, ...]
+
+    def __len__(self) -> int:
+        return len(self.captures)
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.captures[item]
+
+    def __iter__(self) -> Iterator[Capture]:
+        return iter(self.captures)
+
+    def select(self, **fields: Any) -> "Run":
+        """The captures whose metadata has these values; a list, tuple or set means any of them.
+
+        A field no capture has raises, so that a misspelt name does not look like an empty run.
+
+        Raises:
+            KeyError: no capture of the run has the field.
+        """
+        known = {name for capture in self.captures for name in capture.metadata}
+        for name in fields:
+            if self.captures and name not in known:
+                raise KeyError(f"no capture has the field {name!r}; fields: {', '.join(sorted(known))}")
+        return Run(tuple(c for c in self.captures if all(_matches(c.metadata.get(k), v) for k, v in fields.items())))
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, list | tuple | set | frozenset) else bool(value == wanted)
+
+
+def open_run(run_dir: str | os.PathLike[str]) -> Run:
+    """The captures of a run folder, from its manifests; no tensor is read.
+
+    Raises:
+        OutputError: the folder holds no run.
+    """
+    paths = RunPaths(Path(run_dir))
+    if not paths.manifest_dir.is_dir():
+        raise OutputError(f"{paths.run_dir} holds no run (no {paths.manifest_dir}); give the folder of one quant type")
+    return Run(tuple(Capture(path=paths.run_dir / r.file, record=r) for r in read_manifests(paths)))

@@ -1,0 +1,180 @@
+"""``qcollect.collect``: capture from any torch model, with or without the launcher."""
+
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qcollect.errors import UsageError
+from qcollect.formats.catalog import get_quant_type
+from qcollect.plan.record import Plan
+from qcollect.plan.schedule import (
+    ModuleSites,
+    build_schedule,
+    list_captures,
+    select_captures,
+    select_modules,
+)
+from qcollect.recipe.records import CaptureSpec, QuantSpec
+from qcollect.vocab import LayerType
+from qcollect.worker.collector import Collector, CollectorSettings, claim_directory, make_vote_group
+from qcollect.worker.policy import QuantPolicy
+from qcollect.worker.sites import find_modules, unwrap
+from qcollect.worker.state import detect_rank
+
+PLAN_VARIABLE = "QCOLLECT_PLAN"
+CAPTURE_SETTINGS = tuple(f.name for f in fields(CaptureSpec))
+QUANT_SETTINGS = tuple(f.name for f in fields(QuantSpec) if f.name not in ("type", "types"))
+
+
+def collect(
+    model: nn.Module,
+    quant_type: str | None = None,
+    out_dir: str | os.PathLike[str] | None = None,
+    target: int = 50,
+    *,
+    num_iterations: int = 1000,
+    micro_batches: int = 1,
+    micro_batch_size: int = 1,
+    loss_scale: float = 1.0,
+    **settings: Any,
+) -> Collector:
+    """A context in which ``model`` trains with quantized gemms and its tensors are captured.
+
+        with qcollect.collect(model, quant_type="hifp8", out_dir="logs", target=50) as run:
+            for batch in loader:
+                loss = model(**batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
+                if run.step():
+                    break
+
+    Under the launcher the plan decides and every other argument is ignored, so the same script runs
+    both ways. Without it ``out_dir`` is taken as it stands (no type folder is added), all ranks of an
+    initialized process group share the target, and a tensor that turns out to have no gradient is
+    replaced by the next of the schedule in the next iteration. After the target the model goes on
+    training quantized; leaving the context restores it.
+
+    Args:
+        model: any module; linears and, in transformers models, attention kernels are captured.
+        quant_type: catalog name; None: ``CUSTOM_QUANT_TYPE``, else ``hifp8``.
+        out_dir: None: ``TENSOR_SAVE_DIR``, else ``./tensor_logs``.
+        target: captures summed over ranks.
+        num_iterations: what ``iterations="every:N"`` and ``"spread:K"`` refer to.
+        micro_batches: forward passes an iteration.
+        micro_batch_size: sequences of one; needed with ``samples`` only.
+        loss_scale: recorded; what the loss is multiplied with before ``backward``.
+        settings: any field of a recipe's ``capture`` and ``quant`` sections (``values="both"``, ``layers=[0]``, ...).
+
+    Raises:
+        UsageError: a setting that does not exist, a selector that matches nothing, an unknown type.
+        PreflightError: ``out_dir`` holds a run, or the target cannot be reached.
+    """
+    group = make_vote_group()
+    plan_path = os.environ.get(PLAN_VARIABLE)
+    if plan_path:
+        return Collector(model, settings_of_plan(Plan.read(Path(plan_path))), group)
+    quant_type = quant_type or os.environ.get("CUSTOM_QUANT_TYPE") or "hifp8"
+    run_dir = Path(out_dir or os.environ.get("TENSOR_SAVE_DIR") or "tensor_logs").absolute()
+    quant, capture = _specs(quant_type, target, settings)
+    policy = QuantPolicy.from_spec(quant)
+    rank = detect_rank(next(model.parameters(), None))
+    captures = list_captures(
+        select_modules(sites_of(unwrap(model), policy), capture),
+        values=capture.values,
+        quantizes=get_quant_type(quant_type).element is not None,
+    )
+    if quant.attention == "none":
+        captures = [c for c in captures if not (c.layer_type == LayerType.ATTENTION and c.gemm)]
+    schedule = build_schedule(
+        select_captures(captures, capture),
+        capture,
+        world_size=rank.world_size,
+        num_iterations=num_iterations,
+        micro_batches=micro_batches,
+        micro_batch_size=micro_batch_size,
+    )
+    enabled = saving_enabled()
+    if enabled:
+        claim_directory(run_dir, group)
+    return Collector(
+        model,
+        CollectorSettings(
+            quant_type=quant_type,
+            policy=policy,
+            schedule=schedule,
+            run_dir=run_dir,
+            run_id=uuid.uuid4().hex[:12],
+            rank=rank,
+            loss_scale=loss_scale,
+            by_iteration=capture.layout == "by_iteration",
+            enabled=enabled,
+        ),
+        group,
+    )
+
+
+def settings_of_plan(plan: Plan) -> CollectorSettings:
+    """The collector the launcher planned, for this process's rank."""
+    return CollectorSettings(
+        quant_type=plan.quant_type,
+        policy=QuantPolicy.from_spec(plan.recipe.quant),
+        schedule=plan.schedule,
+        run_dir=plan.run_dir,
+        run_id=plan.run_id,
+        rank=detect_rank(),
+        loss_scale=plan.recipe.train.loss_scale,
+        by_iteration=plan.recipe.capture.layout == "by_iteration",
+        is_planned=True,
+        enabled=saving_enabled(),
+    )
+
+
+def saving_enabled() -> bool:
+    """``TENSOR_SAVE_ENABLED``: anything but false, 0, no or off."""
+    return os.environ.get("TENSOR_SAVE_ENABLED", "true").strip().lower() not in ("false", "0", "no", "off")
+
+
+def sites_of(model: nn.Module, policy: QuantPolicy) -> list[ModuleSites]:
+    """The sites of a model as far as its modules tell: shapes and inputs without grad are not known yet."""
+    return [
+        ModuleSites(
+            module=found.name,
+            layer_type=found.layer_type,
+            layer_idx=found.layer_idx,
+            shapes={},
+            element_bytes=next((p.element_size() for p in found.module.parameters()), 4),
+            without_grad=_without_grad(found.module) if found.layer_type == LayerType.LINEAR else (),
+            excluded=found.on_request or policy.excludes(found.name),
+            on_request=found.on_request,
+        )
+        for found in find_modules(model)
+    ]
+
+
+def _without_grad(module: nn.Module) -> tuple[str, ...]:
+    weight = getattr(module, "weight", None)
+    return () if weight is None or weight.requires_grad else ("grad_weight",)
+
+
+def _specs(quant_type: str, target: int, settings: dict[str, Any]) -> tuple[QuantSpec, CaptureSpec]:
+    unknown = sorted(set(settings) - set(CAPTURE_SETTINGS) - set(QUANT_SETTINGS))
+    if unknown:
+        raise UsageError(
+            f"collect has no setting {unknown[0]!r}; capture settings: {', '.join(CAPTURE_SETTINGS)}; "
+            f"quant settings: {', '.join(QUANT_SETTINGS)}"
+        )
+    values = {name: _frozen(value) for name, value in settings.items()}
+    capture = replace(CaptureSpec(target=target), **{k: v for k, v in values.items() if k in CAPTURE_SETTINGS})
+    if capture.values not in ("original", "quantized", "both"):
+        raise UsageError(f"values is {capture.values!r}; known: original, quantized, both")
+    if capture.target < 1:
+        raise UsageError(f"target is {capture.target}; it must be at least 1")
+    quant = replace(QuantSpec(type=quant_type), **{k: v for k, v in values.items() if k in QUANT_SETTINGS})
+    return quant, capture
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

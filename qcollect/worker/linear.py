@@ -1,0 +1,104 @@
+"""A linear whose three gemms consume quantized operands.
+
+    fprop   Y  = Xq Wq^T    X along in_features, W along in_features
+    dgrad   dX = dYq Wq     dY along out_features, W along out_features
+    wgrad   dW = dYq^T Xq   dY along tokens, X along tokens
+
+Every operand is quantized from its original values, never from another quantized copy. With
+identity quantizers the three gemms are the calls torch's own linear makes, bit for bit.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qcollect.vocab import Gemm
+from qcollect.worker.frame import Frame, ModuleTap
+
+WEIGHT_LAYOUT = "out_features,in_features"
+
+
+def _layout(tensor: Tensor, features: str) -> str:
+    leading = {1: "", 2: "token,", 3: "batch,token,"}.get(tensor.dim(), "...,token,")
+    return f"{leading}{features}"
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """(tokens, features): the module's own order of tokens, flattened row-major."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class QuantizedLinearFunction(torch.autograd.Function):
+    """Y = X W^T + b with every gemm operand through its quantizer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: ModuleTap, frame: Frame | None
+    ) -> Tensor:
+        ctx.tap, ctx.frame, ctx.has_bias = tap, frame, bias is not None
+        ctx.save_for_backward(x, weight)
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        if frame is not None:
+            frame.modules_seen.add(tap.module)
+            _observe_operand(tap, frame, "input", x, _layout(x, "in_features"), Gemm.WGRAD if needs_wgrad else None)
+            _observe_operand(tap, frame, "weight", weight, WEIGHT_LAYOUT, Gemm.DGRAD if needs_dgrad else None)
+        xq = tap.operand(frame, "input", x, Gemm.FPROP, token_layout="token,in_features", matrix=_matrix(x))
+        wq = tap.operand(frame, "weight", weight, Gemm.FPROP, token_layout=WEIGHT_LAYOUT)
+        # on the flattened matrix: what torch folds a 3-D input to whenever the weight needs a gradient
+        output = F.linear(xq, wq, bias).view(*x.shape[:-1], weight.shape[0])
+        tap.observe(frame, "output", output, token_layout=_layout(output, "out_features"))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grad_outputs
+        x, weight = ctx.saved_tensors
+        tap, frame = ctx.tap, ctx.frame
+        needs_dgrad, needs_wgrad, needs_bgrad = ctx.needs_input_grad[:3]
+        grads = _matrix(grad_output)
+        layout = _layout(grad_output, "out_features")
+        gemms = [g for g, needed in ((Gemm.DGRAD, needs_dgrad), (Gemm.WGRAD, needs_wgrad)) if needed]
+        tap.observe(frame, "grad_output", grad_output, token_layout=layout, matrices=dict.fromkeys(gemms, grads))
+        grad_input = grad_weight = grad_bias = None
+        if needs_dgrad:
+            gq = tap.operand(
+                frame, "grad_output", grad_output, Gemm.DGRAD, token_layout="token,out_features", matrix=grads
+            )
+            wq = tap.operand(frame, "weight", weight, Gemm.DGRAD, token_layout=WEIGHT_LAYOUT)
+            grad_input = gq.mm(wq).view(x.shape)
+            tap.observe(frame, "grad_input", grad_input, token_layout=_layout(x, "in_features"))
+        if needs_wgrad:
+            gq = tap.operand(
+                frame, "grad_output", grad_output, Gemm.WGRAD, token_layout="token,out_features", matrix=grads
+            )
+            xq = tap.operand(frame, "input", x, Gemm.WGRAD, token_layout="token,in_features", matrix=_matrix(x))
+            grad_weight = gq.t().mm(xq)
+            tap.observe(frame, "grad_weight", grad_weight, token_layout=WEIGHT_LAYOUT)
+        if ctx.has_bias and needs_bgrad:
+            grad_bias = grads.sum(0)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _observe_operand(
+    tap: ModuleTap, frame: Frame, tensor_name: str, tensor: Tensor, layout: str, backward_gemm: Gemm | None
+) -> None:
+    gemms = [Gemm.FPROP, *([backward_gemm] if backward_gemm else [])]
+    tap.observe(frame, tensor_name, tensor, token_layout=layout, matrices=dict.fromkeys(gemms, _matrix(tensor)))
+
+
+def quantized_linear(module: nn.Linear, x: Tensor, tap: ModuleTap, frame: Frame | None) -> Tensor:
+    """``module(x)`` with quantized gemms. Under autocast the operands are cast first, as F.linear casts them."""
+    weight, bias = module.weight, module.bias
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return _apply(x, weight, bias, tap, frame)
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return _apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), tap, frame)
+
+
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, tap: ModuleTap, frame: Frame | None) -> Tensor:
+    result: Tensor = QuantizedLinearFunction.apply(x, weight, bias, tap, frame)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,202 @@
+"""A capture on its way to disk: value fixed, described, named, written, listed in the manifest."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qcollect.errors import CaptureError
+from qcollect.paths import RunPaths
+from qcollect.store.capture import METADATA_SCHEMA, StoredFile, describe_tensor, plain, save_capture
+from qcollect.store.files import append_line
+from qcollect.vocab import COMPONENTS, CaptureName, LayerType, RankInfo, Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What is known of a tensor the moment it is seen.
+
+    ``tensor`` is the last field of the file name; ``consumers`` the gemms that read the operand, with
+    all that their quantized value follows from; ``extra`` the caller's own metadata.
+    """
+
+    layer_type: str
+    layer_idx: int | None
+    operation: str
+    phase: str
+    component: str
+    quant_type: str
+    tensor_name: str
+    tensor: str
+    module: str
+    rank: RankInfo
+    iteration: int
+    micro_batch: int
+    sample_idx: int
+    num_samples: int
+    batch_idx: int = 0
+    sequence_idx: int = 0
+    values: Values = Values.ORIGINAL
+    consumers: Sequence[dict[str, Any]] = ()
+    token_layout: str | None = None
+    loss_scale: float = 1.0
+    token_hash: str | None = None
+    sharding: dict[str, Any] | None = None
+    extra: dict[str, Any] | None = None
+
+
+def default_component(layer_type: str) -> str:
+    return str(COMPONENTS[LayerType(layer_type)]) if layer_type in list(LayerType) else "unknown"
+
+
+def fix_value(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's value now: a dense CPU copy without grad in storage of its own, same dtype and shape."""
+    value = tensor.detach()
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    value = value.resolve_conj().resolve_neg()
+    fixed = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    return fixed.copy_(value)
+
+
+class Saver:
+    """Writes this rank's captures below one run folder."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        run_id: str,
+        by_iteration: bool = False,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self.paths = RunPaths(run_dir.absolute())
+        self.run_id = run_id
+        self.by_iteration = by_iteration
+        self.clock = clock
+        self.num_saved = 0
+        self.num_bytes = 0
+
+    def save(self, tensor: torch.Tensor, seen: Observation, counter: int | None = None) -> Path:
+        """Write one capture and its manifest line.
+
+        Args:
+            tensor: any device; its value is copied before this returns.
+            seen: what it is.
+            counter: its position in the schedule, from 1; None takes the next free number.
+
+        Returns:
+            The absolute path of the file.
+
+        Raises:
+            CaptureError: it could not be written; nothing is left under its name.
+        """
+        value = fix_value(tensor)
+        tensor_info = describe_tensor(value, source=tensor)
+        now = self.clock()
+        metadata = _metadata(seen, self.run_id, now)
+        path, stored = self._write(value, tensor_info, metadata, seen, counter, now)
+        self._list(stored, seen.rank.rank, tensor_info, metadata)
+        self.num_saved += 1
+        self.num_bytes += stored.num_bytes
+        if os.environ.get("QCOLLECT_LOG") == "debug":
+            _print_save(path, seen)
+        return path
+
+    def _write(
+        self,
+        value: torch.Tensor,
+        tensor_info: dict[str, Any],
+        metadata: dict[str, Any],
+        seen: Observation,
+        counter: int | None,
+        now: datetime,
+    ) -> tuple[Path, StoredFile]:
+        number = self.num_saved + 1 if counter is None else counter
+        while True:
+            name = _name(seen, number, now)
+            path = self.paths.capture_path(name, iteration=seen.iteration, by_iteration=self.by_iteration)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                return path, save_capture(path, value, tensor_info, metadata)
+            except FileExistsError:
+                if counter is not None:
+                    raise CaptureError(f"{path}: exists already; nothing was overwritten") from None
+                number += 1  # another saver of this folder took the number
+
+    def _list(self, stored: StoredFile, rank: int, tensor_info: dict[str, Any], metadata: dict[str, Any]) -> None:
+        manifest = self.paths.manifest_path(rank)
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        append_line(
+            manifest,
+            {
+                "file": stored.path.relative_to(self.paths.run_dir).as_posix(),
+                "bytes": stored.num_bytes,
+                "xxh3_128": stored.xxh3_128,
+                "metadata": metadata,
+                "tensor_info": tensor_info,
+            },
+        )
+
+
+def _name(seen: Observation, counter: int, now: datetime) -> str:
+    return CaptureName(
+        timestamp=now.strftime("%Y%m%d_%H%M%S"),
+        counter=counter,
+        iteration=seen.iteration,
+        layer_type=seen.layer_type,
+        layer_idx=seen.layer_idx,
+        operation=seen.operation,
+        phase=seen.phase,
+        component=seen.component,
+        quant_type=seen.quant_type,
+        rank=seen.rank.rank,
+        sample_idx=seen.sample_idx,
+        tensor=seen.tensor,
+    ).build()
+
+
+def _metadata(seen: Observation, run_id: str, now: datetime) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "schema": METADATA_SCHEMA,
+        "rank": seen.rank.rank,
+        "local_rank": seen.rank.local_rank,
+        "world_size": seen.rank.world_size,
+        "sample_idx": seen.sample_idx,
+        "num_samples": seen.num_samples,
+        "batch_idx": seen.batch_idx,
+        "sequence_idx": seen.sequence_idx,
+        "iteration": seen.iteration,
+        "micro_batch": seen.micro_batch,
+        "layer_type": seen.layer_type,
+        "layer_idx": seen.layer_idx,
+        "operation": seen.operation,
+        "phase": seen.phase,
+        "component": seen.component,
+        "quant_type": seen.quant_type,
+        "tensor_name": seen.tensor_name,
+        "module": seen.module,
+        "values": seen.values,
+        "consumers": list(seen.consumers),
+        "token_layout": seen.token_layout,
+        "loss_scale": seen.loss_scale,
+        "token_hash": seen.token_hash,
+        "save_time": now.strftime("%Y-%m-%d %H:%M:%S"),
+        "run_id": run_id,
+        "sharding": seen.sharding,
+    }
+    converted: dict[str, Any] = plain({**(seen.extra or {}), **known})
+    return converted
+
+
+def _print_save(path: Path, seen: Observation) -> None:
+    print(  # noqa: T201
+        f"[TensorSaver] {path.name}: rank {seen.rank.rank} sample {seen.sample_idx} "
+        f"layer {seen.layer_type} L{seen.layer_idx} {seen.operation} {seen.phase} {seen.tensor_name}",
+        file=sys.stderr,
+    )

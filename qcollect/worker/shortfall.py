@@ -1,0 +1,88 @@
+"""Wanted captures that did not come: an error in a planned run, others of the list elsewhere.
+
+Without the launcher nobody has looked at the model's forward beforehand, so a wanted gradient may
+turn out not to exist (the input of the first linear needs none). The target stays exact: the next
+captures of the schedule take the places, in the next iteration.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from qcollect.errors import CaptureError
+from qcollect.plan.schedule import PlannedCapture
+from qcollect.worker.frame import Frame, Wanted, WantKey, want_key
+
+MAX_IDLE_ITERATIONS = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Shortfall:
+    """What one rank is still owed.
+
+    Args:
+        rank: for messages.
+        captures: the schedule's list.
+        next_position: of the list, behind the rank's cut.
+        is_planned: whether a missing capture is an error.
+    """
+
+    rank: int
+    captures: Sequence[PlannedCapture]
+    next_position: int
+    is_planned: bool
+    _owed: list[tuple[int, PlannedCapture]] = field(default_factory=list)
+    _impossible: set[WantKey] = field(default_factory=set)
+    _num_idle: int = 0
+
+    def collect(self) -> Wanted:
+        """What is owed and one micro-batch can give, to be wanted in the one that begins; it is not owed any more."""
+        wanted: Wanted = {}
+        later = []
+        for number, capture in self._owed:
+            replacement = self._replace(capture, taken=wanted)
+            if replacement is None:
+                later.append((number, capture))
+            else:
+                wanted[want_key(replacement)] = (number, replacement)
+        self._owed = later
+        return wanted
+
+    def _replace(self, capture: PlannedCapture, *, taken: Wanted) -> PlannedCapture | None:
+        """``capture``, or the next of the list that is possible and not taken; None if there is none."""
+        unusable = self._impossible | taken.keys()
+        for _ in range(len(self.captures) + 1):
+            if want_key(capture) not in unusable:
+                return capture
+            capture = self.captures[self.next_position % len(self.captures)]
+            self.next_position += 1
+        return None
+
+    def settle(self, frames: Iterable[Frame], *, iteration: int, num_taken: int) -> None:
+        """End an iteration: what its frames still want is owed.
+
+        Args:
+            frames: of the iteration's micro-batches.
+            iteration: for messages.
+            num_taken: captures it gave.
+
+        Raises:
+            CaptureError: the run is planned, or several iterations in a row gave nothing of what is owed.
+        """
+        missing: list[tuple[int, PlannedCapture]] = []
+        for frame in frames:
+            missing += frame.wanted.values()
+            # its module ran and the tensor did not come: there is no gradient
+            self._impossible |= {key for key in frame.wanted if key[0] in frame.modules_seen}
+        if not missing:
+            return
+        counter, first = missing[0]
+        named = f"{len(missing)} captures, first number {counter}, {first.module} {first.operation} {first.tensor_name}"
+        if self.is_planned:
+            raise CaptureError(
+                f"rank {self.rank}, iteration {iteration}: did not see {named}; the script's model differs from the "
+                "recipe's, or the module did not run"
+            )
+        self._num_idle = 0 if num_taken else self._num_idle + 1
+        if self._num_idle >= MAX_IDLE_ITERATIONS or len(self._impossible) == len(self.captures):
+            raise CaptureError(f"rank {self.rank}: {named} do not come up in the model's training forward")
+        self._owed += missing

@@ -3,7 +3,7 @@
 OUT/
   mxfp8/                          run_dir
     2024..._query.pt              captures (by_iteration layout: iter00000/2024..._query.pt)
-    .qcollect/                    state_dir: made by an exclusive mkdir, whoever makes it owns the run
+    .qcollect/                    state_dir: published once; whoever publishes it owns the run
       plan.json  run.json  metrics.jsonl  inspect.json
       manifest/rank00000.jsonl  progress/rank00000.json  errors/rank00000.json
       logs/rank00000.log  logs/agent.log  control/stop

@@ -1,5 +1,7 @@
 """One recipe under several quant types, one run after the other; a second call does what is left."""
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,12 +10,11 @@ from typing import Any
 from qcollect.errors import ExitCode, OutputError, QcollectError
 from qcollect.launch.outcome import Outcome
 from qcollect.launch.supervisor import execute
-from qcollect.monitor.run_record import RunState, read_run_record
-from qcollect.monitor.snapshot import RunSnapshot
+from qcollect.monitor.run_record import RunState
+from qcollect.monitor.snapshot import RunSnapshot, read_snapshot
 from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
-from qcollect.store.files import count_lines, read_json
-from qcollect.store.manifest import list_manifests
+from qcollect.store.files import read_json
 
 BASELINE = "bf16"
 # what may differ between a run and its repetition without changing a captured value
@@ -46,24 +47,26 @@ def decide(plan: Plan, *, overwrite: bool) -> Member:
     """What to do about one member: run it, skip it because it is complete, or redo it.
 
     Raises:
-        OutputError: the folder holds a complete run of another recipe, and ``overwrite`` is not set.
+        OutputError: the folder holds a run that is not this one (complete or not: its files are not to be
+            lost), and ``overwrite`` is not set.
     """
     paths = RunPaths(plan.run_dir)
-    record = read_run_record(paths)
-    if record is None:
+    if not os.path.lexists(paths.state_dir):
         return Member(plan=plan, action=Action.RUN)
     if overwrite:
         return Member(plan=plan, action=Action.REDO)
-    captured = sum(count_lines(path) for path in list_manifests(paths))
-    if record.state != RunState.COMPLETED or captured != record.target:
-        return Member(plan=plan, action=Action.REDO)
-    difference = _first_difference(read_json(paths.plan_path) or {}, plan.to_dict())
-    if difference is not None:
-        raise OutputError(
-            f"{plan.run_dir} holds a complete run whose {difference} differs from this sweep's; choose another --out, "
-            "or replace it with --overwrite"
-        )
-    return Member(plan=plan, action=Action.SKIP)
+    stored = read_json(paths.plan_path)
+    difference = None if stored is None else _first_difference(stored, plan.to_dict())
+    if stored is None or difference is not None:
+        what = "without a readable plan.json" if stored is None else f"whose {difference} differs from this sweep's"
+        raise OutputError(f"{plan.run_dir} holds a run {what}; choose another --out, or replace it with --overwrite")
+    return Member(plan=plan, action=Action.SKIP if _is_complete(paths) else Action.REDO)
+
+
+def _is_complete(paths: RunPaths) -> bool:
+    """Whether the run says so, and its files are all there."""
+    run = read_snapshot(paths, time.time())
+    return run.state == RunState.COMPLETED and run.captured == run.target <= run.num_files
 
 
 def run_sweep(
@@ -103,8 +106,8 @@ def _execute_member(member: Member, on_tick: Callable[[RunSnapshot], None]) -> O
 
 
 def _first_difference(stored: dict[str, Any], planned: dict[str, Any]) -> str | None:
-    """The dotted name of a field of the recipe, or of the plan, in which two plans would capture differently."""
-    for key in ("world_size", "target", "script_args"):
+    """The name of a field of the plan, or of its recipe (dotted), in which two plans would capture differently."""
+    for key in ("world_size", "device", "target", "script_args"):
         if stored.get(key) != planned[key]:
             return key
     for section, fields in planned["recipe"].items():
@@ -112,7 +115,7 @@ def _first_difference(stored: dict[str, Any], planned: dict[str, Any]) -> str | 
         if section in _IRRELEVANT or before == fields:
             continue
         if not isinstance(fields, dict) or not isinstance(before, dict):
-            return f"recipe.{section}"
+            return str(section)
         name = next((n for n in fields if before.get(n) != fields[n] and (section, n) != ("quant", "types")), None)
         if name is not None:
             return f"{section}.{name}"

@@ -35,17 +35,18 @@ save of an iteration and micro-batch wins and repeats are dropped.
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qcollect.errors import UsageError
 from qcollect.formats.catalog import get_quant_type
 from qcollect.vocab import Operation, Phase, RankInfo, Values
 from qcollect.worker.collect import saving_enabled
 from qcollect.worker.saver import Observation, Saver, default_component
-from qcollect.worker.state import STATE, TensorCollectionState, detect_rank
+from qcollect.worker.state import STATE, TensorCollectionState, detect_rank, find_rank
 
 __all__ = [
     "TensorCollectionState",
@@ -121,19 +122,23 @@ class TensorSaver:
             The file's path; that of the first save for a repeat; None when saving is off.
 
         Raises:
+            UsageError: a word that no file name can hold.
             CaptureError: it could not be written.
         """
         if tensor is None or not self.enabled:
             return None
         extra = dict(metadata or {})
-        info = detect_rank(tensor) if rank is None and STATE.current_rank is None else None
-        number = rank if rank is not None else STATE.rank(tensor)
-        info = info or _rank_info(number)
+        _check("operation", operation, Operation)
+        _check("phase", phase, (*Phase, "unknown"))
+        values = extra.get("values", Values.ORIGINAL)
+        _check("metadata['values']", values, Values)
+        by_hand = STATE.current_rank if rank is None else rank
+        info = detect_rank(tensor) if by_hand is None else _rank_info(by_hand)
         iteration = STATE.iteration() if iteration is None else iteration
         sample_idx = STATE.sample_idx() if sample_idx is None else sample_idx
         micro_batch = int(extra.get("micro_batch", STATE.micro_batch()))
         self._begin(iteration)
-        place = (number, iteration, micro_batch, sample_idx, layer_type, layer_idx, operation, phase, tensor_name)
+        place = (info.rank, iteration, micro_batch, sample_idx, layer_type, layer_idx, operation, phase, tensor_name)
         module = extra.get("module")
         if module is None:
             layer = "" if layer_idx is None else f".L{layer_idx}"
@@ -159,7 +164,7 @@ class TensorSaver:
             num_samples=STATE.num_samples(),
             batch_idx=STATE.batch(),
             sequence_idx=STATE.sequence(),
-            values=Values(extra.get("values", Values.ORIGINAL)),
+            values=Values(values),
             consumers=extra.get("consumers", ()),
             token_layout=extra.get("token_layout"),
             loss_scale=float(extra.get("loss_scale", 1.0)),
@@ -246,8 +251,15 @@ class TensorSaver:
             self._occurrences.clear()
 
 
+def _check(name: str, value: Any, known: Iterable[str]) -> None:
+    names = [str(word) for word in known]
+    if value not in names:
+        raise UsageError(f"{name} is {value!r}; known: {', '.join(names)}")
+
+
 def _rank_info(rank: int) -> RankInfo:
-    found = detect_rank() if "RANK" in os.environ or "LOCAL_RANK" in os.environ else None
+    """A rank set by hand; what else is known of this process goes with it."""
+    found = find_rank()
     return RankInfo(
         rank=rank,
         local_rank=found.local_rank if found else rank,

@@ -192,7 +192,8 @@ class CaptureName:
 
     def build(self) -> str:
         """The file name in the written form (``iteration``, ``phase``, ``component``, ``rank`` and
-        ``sample_idx`` must be set). ``/`` and NUL, which no file name can hold, become ``%2F`` and ``%00``.
+        ``sample_idx`` must be set). ``/`` and NUL, which no file name can hold, become ``%2F`` and ``%00``,
+        and ``%`` itself ``%25``.
         """
         assert None not in (self.iteration, self.phase, self.component, self.rank, self.sample_idx)
         layer = "" if self.layer_idx is None else f"_L{self.layer_idx}"
@@ -207,15 +208,15 @@ class CaptureName:
         """The fields of a file name in the written form or one of the three older ones.
 
         Quant types are matched longest first against ``quant_types``; the forms with a rank also
-        take a type that is not among them. In the forms without a phase or a rank a linear's
-        backward ``input`` is its ``grad_output``, and is given back as such.
+        take a type that is not among them. A linear's backward ``input``, without a projection's name,
+        comes from an older folder; it is the linear's ``grad_output`` and is given back as such.
 
         Raises:
             ValueError: the name has none of these forms.
         """
         known = "|".join(re.escape(q) for q in sorted(quant_types, key=len, reverse=True))
         for form in _FORMS:
-            match = re.fullmatch(form.format(known=known), name)
+            match = re.fullmatch(form.format(known=known), name, re.DOTALL)
             if match:
                 return cls(**_fields(match.groupdict()))
         raise ValueError(f"{name!r} is not a capture's file name")
@@ -229,7 +230,7 @@ class CaptureName:
 
 
 _HEAD = r"(?P<timestamp>\d{{8}}_\d{{6}})_(?P<counter>\d{{4,}})"
-_LAYER = r"(?P<layer_type>attention|linear|[A-Za-z]\w*?)(?:_L(?P<layer_idx>\d+|None))?"
+_LAYER = r"(?P<layer_type>attention|linear|(?!iter\d)[A-Za-z]\w*?)(?:_L(?P<layer_idx>\d+|None))?"
 _OPERATION = r"(?P<operation>forward|backward)"
 _PHASE = r"(?P<phase>pre|post|unknown)_(?P<component>FA|linear|unknown|[A-Za-z]\w*?)"
 _RANKED = r"rank(?P<rank>\d+)_sample(?P<sample_idx>\d+)_(?P<tensor>.+)\.pt"
@@ -240,13 +241,25 @@ _FORMS = (
     rf"{_HEAD}_{_LAYER}_{_OPERATION}_(?P<quant_type>{{known}})_(?P<tensor>.+)\.pt",
 )
 _TENSOR = re.compile(
-    rf"(?:(?P<projection>.+?)_)?(?P<tensor_name>{'|'.join(sorted(TENSOR_NAMES, key=len, reverse=True))})"
+    rf"(?:(?P<projection>.+?)_)??(?P<tensor_name>{'|'.join(sorted(TENSOR_NAMES, key=len, reverse=True))})"
     rf"(?:_(?P<gemm>{'|'.join(Gemm)}))?"
 )
 
 
+_ESCAPES = (("%", "%25"), ("/", "%2F"), ("\0", "%00"))
+
+
 def _safe(text: str | None) -> str:
-    return (text or "unknown").replace("/", "%2F").replace("\0", "%00")
+    text = text or "unknown"
+    for plain, escaped in _ESCAPES:
+        text = text.replace(plain, escaped)
+    return text
+
+
+def _unsafe(text: str) -> str:
+    for plain, escaped in reversed(_ESCAPES):
+        text = text.replace(escaped, plain)
+    return text
 
 
 def _fields(groups: dict[str, str | None]) -> dict[str, Any]:
@@ -254,9 +267,8 @@ def _fields(groups: dict[str, str | None]) -> dict[str, Any]:
     for key in ("counter", "iteration", "rank", "sample_idx", "layer_idx"):
         text = fields.get(key)
         fields[key] = None if text in (None, "None") else int(text)
-    fields["tensor"] = fields["tensor"].replace("%2F", "/").replace("%00", "\0")
-    is_old = fields["rank"] is None
-    if is_old and (fields["layer_type"], fields["operation"], fields["tensor"]) == ("linear", "backward", "input"):
+    fields["tensor"] = _unsafe(fields["tensor"])
+    if (fields["layer_type"], fields["operation"], fields["tensor"]) == ("linear", "backward", "input"):
         fields["tensor"] = "grad_output"
     return fields
 

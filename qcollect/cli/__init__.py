@@ -1,15 +1,18 @@
 """The ``qcollect`` command. Heavy imports are inside the commands; torch is never imported here."""
 
+import io
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
 from qcollect._version import __version__
 from qcollect.cli import data, info, recipes, run, status
 from qcollect.cli.console import fail
-from qcollect.errors import QcollectError
+from qcollect.errors import ExitCode, QcollectError
 
 app = typer.Typer(
     name="qcollect",
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the exit codes of ``errors.ExitCode``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     script_args: list[str] = []
+    _prepare_process()
     if given and given[0] in PASSES_ARGUMENTS and "--" in given:
         cut = given.index("--")
         given, script_args = given[:cut], given[cut + 1 :]
@@ -61,3 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=given, obj=tuple(script_args), prog_name="qcollect")
     except QcollectError as error:
         sys.exit(fail(str(error), error.exit_code).exit_code)
+
+
+def _prepare_process() -> None:
+    """A name that stdout's encoding does not have is escaped, not an error; SIGTERM ends like an exception."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    # what is being waited for, an inspection for example, is ended and its folder removed on the way out
+    sys.exit(ExitCode.TERMINATED)

@@ -1,4 +1,8 @@
-"""The consoles: results on stdout, progress and messages on stderr; and how an error is shown."""
+"""The consoles: results on stdout, progress and messages on stderr; and how an error is shown.
+
+A text is shown as it is: no markup, no wrapping off a terminal, and control characters, which could
+come from a file or an exception, as their escapes.
+"""
 
 import json
 import sys
@@ -6,10 +10,14 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, emoji=False)
 out = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
+
+_UNBOUNDED = 1 << 16
 
 
 def print_json(value: Any) -> None:
@@ -17,16 +25,49 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def make_table(*headers: str) -> Table:
+    """An empty table with a header for each column."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in headers:
+        table.add_column(header)
+    return table
+
+
+def fits(table: Table) -> bool:
+    """Whether every row of the table fits on a line; always, off a terminal."""
+    return not out.is_terminal or _natural_width(table) <= out.width
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout; off a terminal as wide as it needs, a line a row."""
+    if out.is_terminal:
+        out.print(table)
+        return
+    for line in out.render_lines(table, out.options.update(width=_natural_width(table)), pad=False):
+        typer.echo("".join(segment.text for segment in line).rstrip())
+
+
+def _natural_width(table: Table) -> int:
+    return Measurement.get(out, out.options.update(width=_UNBOUNDED), table).maximum
+
+
 def note(text: str) -> None:
-    """A message on stderr, as it stands."""
-    err.print(Text(text))
+    """A message on stderr."""
+    err.print(Text(_printable(text)))
 
 
 def warn(text: str) -> None:
-    err.print(Text.assemble(("warning: ", "yellow"), text))
+    err.print(Text.assemble(("warning: ", "yellow"), _printable(text)))
 
 
 def fail(text: str, exit_code: int) -> typer.Exit:
     """Show an error; raise what this returns."""
-    err.print(Text.assemble(("error: ", "bold red"), text))
+    err.print(Text.assemble(("error: ", "bold red"), _printable(text)))
     return typer.Exit(int(exit_code))
+
+
+def _printable(text: str) -> str:
+    """``text`` with its line ends, without control characters."""
+    from qcollect.monitor.render import printable
+
+    return "\n".join(printable(line) for line in text.splitlines())

@@ -8,6 +8,7 @@ import typer
 
 from qcollect.cli.console import print_json, warn
 from qcollect.monitor.render import format_bytes
+from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
 from qcollect.plan.schedule import Cut, PlannedCapture
 
@@ -24,7 +25,8 @@ def print_plans(plans: Sequence[Plan], *, as_json: bool) -> None:
     total_files = sum(plan.schedule.target for plan in plans)
     total_bytes = sum(plan.schedule.num_bytes() for plan in plans)
     typer.echo(
-        f"in total: {len(plans)} run(s), {total_files:,} files, about {format_bytes(total_bytes)}; nothing was started"
+        f"in total: {_count(len(plans), 'run')}, {_count(total_files, 'file')}, about {format_bytes(total_bytes)}; "
+        "nothing was started"
     )
     for warning in dict.fromkeys(w for plan in plans for w in plan.warnings):
         warn(warning)
@@ -32,7 +34,7 @@ def print_plans(plans: Sequence[Plan], *, as_json: bool) -> None:
 
 def describe_plan(plan: Plan) -> Iterator[str]:
     """The plan as text; the command can be pasted into a shell."""
-    yield f"{plan.quant_type} ({plan.recipe.name}, {plan.device}, {plan.world_size} process(es))"
+    yield f"{plan.quant_type} ({plan.recipe.name}, {plan.device}, {_count(plan.world_size, 'process', 'processes')})"
     yield "command:"
     unset = "".join(f" -u {name}" for name in plan.unset)
     env = "".join(f" {name}={shlex.quote(value)}" for name, value in plan.env.items())
@@ -40,8 +42,10 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield "environment:"
     yield from (f"  {name}={value}" for name, value in plan.env.items())
     yield f"removed from the environment: {', '.join(plan.unset)}"
+    paths = RunPaths(plan.run_dir)
     yield "directories:"
-    yield f"  {plan.run_dir}"
+    yield f"  {plan.run_dir}  the captures"
+    yield f"  {paths.state_dir}  {paths.plan_path.name}, written first, {paths.run_path.name}, manifests, logs"
     yield f"script: {shlex.join([plan.recipe.script, *plan.script_args])}"
     yield "schedule:"
     yield from (f"  {line}" for line in _describe_schedule(plan))
@@ -56,9 +60,9 @@ def _describe_schedule(plan: Plan) -> Iterator[str]:
     for _, group in by_cuts:
         members = list(group)
         name = f"rank {members[0]}" if len(members) == 1 else f"ranks {members[0]} to {members[-1]}"
-        yield f"{name}: {plan.schedule.share(members[0])} captures{' each' if len(members) > 1 else ''}"
+        yield f"{name}: {_count(plan.schedule.share(members[0]), 'capture')}{' each' if len(members) > 1 else ''}"
         for cut in plan.schedule.cuts[members[0]]:
-            yield f"  iteration {cut.iteration}, micro-batch {cut.micro_batch}: {cut.count} captures"
+            yield f"  iteration {cut.iteration}, micro-batch {cut.micro_batch}: {_count(cut.count, 'capture')}"
             yield from (f"    {line}" for line in _describe_cut(plan.schedule.captures, cut))
 
 
@@ -69,6 +73,10 @@ def _describe_cut(captures: Sequence[PlannedCapture], cut: Cut) -> Iterator[str]
         names = [" ".join(part for part in (c.tensor_name, c.gemm) if part) for c in members]
         yield f"{position + 1:4d} to {position + len(members):4d}  {module}: {', '.join(names)}"
         position += len(members)
+
+
+def _count(number: int, name: str, plural: str | None = None) -> str:
+    return f"{number:,} {name if number == 1 else plural or f'{name}s'}"
 
 
 def _summarize(names: Sequence[str]) -> list[str]:

@@ -1,12 +1,13 @@
 """``qcollect formats`` and ``qcollect env``."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from qcollect.cli.console import out, print_json
+from qcollect.cli.console import fits, make_table, out, print_json, print_table
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -21,12 +22,27 @@ def formats(json: Json = False) -> None:
     if json:
         print_json([describe(name) for name in QUANT_TYPES])
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in HEADERS:
-        table.add_column(column, overflow="fold")
+    # the source is the last and by far the longest: below, a line each
+    columns = range(len(HEADERS) - 1)
+    table = _format_table(HEADERS, rows(), columns)
+    if fits(table):
+        print_table(table)
+    else:
+        print_table(_format_table(HEADERS, rows(), columns[:6]))
+        typer.echo()
+        print_table(_format_table(HEADERS, rows(), [0, *columns[6:]]))
+    typer.echo("\nsources:")
     for row in rows():
-        table.add_row(*(Text(cell) for cell in row))
-    out.print(table)
+        typer.echo(f"  {row[0]}: {row[-1]}")
+
+
+def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int]) -> Table:
+    """The columns that are named; on a terminal, where they must fit, with a word of the header a line."""
+    names = [headers[i] for i in columns]
+    table = make_table(*(name.replace(" ", "\n").replace("/", "/\n") for name in names) if out.is_terminal else names)
+    for row in rows:
+        table.add_row(*(Text(row[i]) for i in columns))
+    return table
 
 
 def env(json: Json = False) -> None:

@@ -6,7 +6,10 @@ from qcollect.monitor.snapshot import RunSnapshot
 
 
 class RunDisplay(Display):
-    """The dashboard of the run that is executed, or one plain line when something changed."""
+    """The dashboard of the run that is executed, or one plain line when something changed; its outcome is not ours."""
 
     def on_tick(self, snapshot: RunSnapshot) -> None:
-        self.show(plain_line(snapshot), render_run(snapshot))
+        if not snapshot.state.is_active:
+            return
+        key = (snapshot.run_dir, snapshot.state, snapshot.phase, snapshot.captured)
+        self.show(plain_line(snapshot), render_run(snapshot), key=key)

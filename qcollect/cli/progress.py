@@ -12,16 +12,18 @@ from rich.text import Text
 from qcollect.data.prepare import PrepareProgress
 
 PLAIN_INTERVAL_S = 2.0
+UNCHANGED_INTERVAL_S = 30.0
 
 
 class Display:
-    """Shows the newest of a stream of states; the last one stays."""
+    """Shows the newest of a stream of states, while it lasts."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._live: Live | None = None
-        self._last_line, self._last_at = "", float("-inf")
+        self._last: tuple[str, object] = ("", None)
+        self._last_at = float("-inf")
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -35,12 +37,20 @@ class Display:
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
 
-    def show(self, line: str, rendered: RenderableType | None = None) -> None:
-        """``rendered`` (or ``line``) on a terminal; elsewhere ``line``, if it is new and 2 s have passed."""
+    def show(self, line: str, rendered: RenderableType | None = None, *, key: object = None) -> None:
+        """The newest state: ``rendered`` (or ``line``) on a terminal; elsewhere ``line``, if it is new.
+
+        Args:
+            key: what makes a line worth printing; None: the line. A new key is printed once 2 s have passed
+                since the last line, another line under the same key (a rate, a loss) after 30 s.
+        """
         if self._live is not None:
             self._live.update(Text(line) if rendered is None else rendered, refresh=True)
-        elif line != self._last_line and self._clock() - self._last_at >= PLAIN_INTERVAL_S:
-            self._last_line, self._last_at = line, self._clock()
+            return
+        new = (line, line if key is None else key)
+        interval_s = PLAIN_INTERVAL_S if new[1] != self._last[1] else UNCHANGED_INTERVAL_S
+        if new[0] != self._last[0] and self._clock() - self._last_at >= interval_s:
+            self._last, self._last_at = new, self._clock()
             self._console.print(Text(line))
 
 

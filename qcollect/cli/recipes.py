@@ -4,10 +4,9 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from qcollect.cli.console import out, print_json
+from qcollect.cli.console import make_table, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.", rich_markup_mode=None)
 
@@ -31,12 +30,10 @@ def list_(json: Json = False) -> None:
     if json:
         print_json([{key: str(value) for key, value in asdict(s).items()} for s in summaries])
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("description", overflow="fold")
+    table = make_table("recipe", "description")
     for summary in summaries:
         table.add_row(Text(summary.name), Text(summary.description))
-    out.print(table)
+    print_table(table)
 
 
 @app.command("show")

@@ -1,8 +1,10 @@
 """``qcollect run`` and ``qcollect sweep``."""
 
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +12,7 @@ import typer
 
 from qcollect.cli.console import err, fail, note, print_json, warn
 from qcollect.cli.dry_run import print_plans
-from qcollect.errors import UsageError
+from qcollect.errors import OutputError, UsageError
 
 DEFAULT_RECIPE = "llama32_1b_wikipedia"
 DEFAULT_OUT = "enhanced_tensor_logs"
@@ -55,13 +57,13 @@ def run(
         raise UsageError(
             f"two quant types were given, {quant!r} and --quant {quant_option!r}; run takes one, sweep several"
         )
-    overrides = _overrides(settings, target, nproc, gpu_ids)
-    chosen = quant or quant_option
-    plans = _plans(recipe, overrides, [chosen] if chosen else None, out, context.obj)
+    chosen = quant if quant is not None else quant_option
+    loaded = _load(recipe, settings, target, nproc, gpu_ids, [] if chosen is None else [chosen])
+    plans = _plans(loaded, [loaded.quant.type], out, context.obj, overwrite=overwrite, dry_run=dry_run)
+    _check_space(plans, dry_run=dry_run)
     if dry_run:
         print_plans(plans, as_json=json)
         return
-    _check_space(plans)
     from qcollect.launch.supervisor import execute
 
     plan = plans[0]
@@ -98,25 +100,25 @@ def sweep(
 
     Example: qcollect sweep --all --baseline --recipe tiny
     """
-    from qcollect.recipe.load import load_recipe
-    from qcollect.sweep import BASELINE, Member, decide, run_sweep
+    from qcollect.sweep import BASELINE, Action, Member, decide, run_sweep
 
     if all_types == bool(quant):
         raise UsageError("give --all (the recipe's quant types) or --quant TYPE, once or several times")
-    overrides = _overrides(settings, target, nproc, gpu_ids)
-    types = list(quant or load_recipe(recipe, overrides).quant.types)
-    types = list(dict.fromkeys([BASELINE, *types] if baseline else types))
-    plans = _plans(recipe, overrides, types, out, context.obj)
+    loaded = _load(recipe, settings, target, nproc, gpu_ids, quant or [])
+    types = list(dict.fromkeys([*([BASELINE] if baseline else []), *(quant or loaded.quant.types)]))
+    # a run that has ended is skipped or redone: whatever it is, it may be there
+    plans = _plans(loaded, types, out, context.obj, overwrite=True, dry_run=dry_run)
     if dry_run:
+        _check_space(plans, dry_run=True)
         print_plans(plans, as_json=json)
         return
     members = [decide(plan, overwrite=overwrite) for plan in plans]
-    _check_space([member.plan for member in members if member.action != "skip"])
+    _check_space([member.plan for member in members if member.action != Action.SKIP], dry_run=False)
     for warning in dict.fromkeys(w for plan in plans for w in plan.warnings):
         warn(warning)
 
     def on_start(member: Member) -> None:
-        if member.action != "skip":
+        if member.action != Action.SKIP:
             note(f"{member.plan.quant_type}: {member.action} into {member.plan.run_dir}")
 
     with _display() as display:
@@ -145,41 +147,54 @@ def sweep(
     raise typer.Exit(int(result.exit_code))
 
 
-def _overrides(settings: Sequence[str] | None, target: int | None, nproc: int | None, gpu_ids: str | None) -> list[Any]:
+def _load(
+    recipe: str,
+    settings: Sequence[str] | None,
+    target: int | None,
+    nproc: int | None,
+    gpu_ids: str | None,
+    types: Sequence[str],
+) -> Any:
+    """The recipe with the settings and flags in it; the first of ``types``, if there is one, as its quant type."""
+    from qcollect.formats.catalog import get_quant_type
+    from qcollect.recipe.load import load_recipe
     from qcollect.recipe.overrides import Override
 
+    for name in types:
+        get_quant_type(name)
     flags = (
+        ("quant.type", next(iter(types), None), "the quant type"),
         ("capture.target", target, "--target"),
         ("launch.nproc", nproc, "--nproc"),
         ("launch.gpu_ids", gpu_ids, "--gpu-ids"),
     )
     given = [Override(key=key, value=value, origin=flag) for key, value, flag in flags if value is not None]
-    return [*(settings or []), *given]
+    return load_recipe(recipe, [*(settings or []), *given])
 
 
 def _plans(
-    recipe_name: str, overrides: Sequence[Any], types: Sequence[str] | None, out: str, script_args: Sequence[str]
+    recipe: Any, types: Sequence[str], out: str, script_args: Sequence[str], *, overwrite: bool, dry_run: bool
 ) -> list[Any]:
-    """One plan a type; everything that can be refused is refused here."""
-    from qcollect.formats.catalog import get_quant_type
+    """One plan a type; everything that can be refused is refused here, what needs no look at the model first."""
     from qcollect.host.facts import num_cores
     from qcollect.launch.inspect import inspect_recipe
-    from qcollect.launch.preflight import check_types
+    from qcollect.launch.preflight import check_output, check_script, check_types
     from qcollect.plan.build import build_plan
-    from qcollect.recipe.load import load_recipe
 
-    for name in types or ():
-        get_quant_type(name)
-    recipe = load_recipe(recipe_name, overrides)
-    types = list(types or [recipe.quant.type])
     check_types(recipe, types)
+    check_script(recipe)
+    out_dir = _out_dir(out)
+    for quant_type in types:
+        with _refusing(dry_run=dry_run):
+            check_output(out_dir / quant_type, overwrite=overwrite, now=time.time())
+    note(f"{recipe.name}: checking the model, the data and the devices")
     inspection = inspect_recipe(recipe)
     return [
         build_plan(
             recipe,
             quant_type,
             inspection,
-            out_dir=Path(out).absolute(),
+            out_dir=out_dir,
             script_args=script_args,
             python=sys.executable,
             num_cores=num_cores(),
@@ -190,12 +205,32 @@ def _plans(
     ]
 
 
-def _check_space(plans: Sequence[Any]) -> None:
+def _out_dir(out: str) -> Path:
+    if not out or out.split("/")[0] == "~":
+        raise UsageError(
+            "--out is empty; give a folder" if not out else f"--out is {out!r}: '~' is not expanded here; write it out"
+        )
+    return Path(out).absolute()
+
+
+@contextmanager
+def _refusing(*, dry_run: bool) -> Iterator[None]:
+    """What forbids a run is only told by a dry run."""
+    try:
+        yield
+    except OutputError as error:
+        if not dry_run:
+            raise
+        warn(f"as it is, the run would be refused: {error}")
+
+
+def _check_space(plans: Sequence[Any], *, dry_run: bool) -> None:
     from qcollect.host.facts import disk_space
     from qcollect.launch.preflight import check_space
 
     if plans:
-        check_space(plans, disk_space(plans[0].run_dir))
+        with _refusing(dry_run=dry_run):
+            check_space(plans, disk_space(plans[0].run_dir))
 
 
 def _display() -> Any:
@@ -205,8 +240,6 @@ def _display() -> Any:
 
 
 def _snapshot(plan: Any) -> dict[str, Any]:
-    import time
-
     from qcollect.monitor.snapshot import read_snapshot
     from qcollect.paths import RunPaths
 
@@ -215,10 +248,14 @@ def _snapshot(plan: Any) -> dict[str, Any]:
 
 def _show_outcome(plan: Any, outcome: Any) -> None:
     from qcollect.monitor.render import printable
+    from qcollect.monitor.run_record import RunState
 
-    if outcome.exit_code == 0:
-        note(f"{plan.quant_type}: {outcome.reason}")
-        return
-    fail(f"{plan.quant_type}: {printable(outcome.reason)}", outcome.exit_code)
-    for line in outcome.log_tail:
-        note(f"  | {printable(line)}")
+    text = f"{plan.quant_type}: {printable(outcome.reason)}"
+    if outcome.state in (RunState.INTERRUPTED, RunState.STOPPED):
+        note(f"{text}; they are in {plan.run_dir}")
+    elif outcome.exit_code == 0:
+        note(text)
+    else:
+        fail(text, outcome.exit_code)
+        for line in outcome.log_tail:
+            note(f"  | {line}")

@@ -26,7 +26,7 @@ def status(
     from qcollect.monitor.render import plain_line, render_status
     from qcollect.monitor.snapshot import summarize_directory
 
-    folder = Path(directory)
+    folder = Path(directory).absolute()
     snapshots = summarize_directory(folder, time.time())
     if json:
         print_json([snapshot.to_dict() for snapshot in snapshots])
@@ -50,12 +50,14 @@ def _watch(folder: Path) -> None:
     from qcollect.monitor.snapshot import summarize_directory
 
     hint = Text("Ctrl-C leaves; the runs go on", style="dim")
+    was_active = False
     with Live(console=out, auto_refresh=False) as live:
         while True:
             snapshots = summarize_directory(folder, time.time())
             is_active = any(snapshot.state.is_active for snapshot in snapshots)
             view = render_status(snapshots)
             live.update(Group(view, hint) if is_active else view, refresh=True)
-            if not is_active:
+            if not is_active and not was_active:
                 return
+            was_active = is_active  # of a sweep the next run begins at once
             time.sleep(REFRESH_S)

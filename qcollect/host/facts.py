@@ -79,7 +79,7 @@ def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
     """The rank a saver would detect from this shell's variables: ``RANK``, ``LOCAL_RANK``, else 0."""
     environ = os.environ if environ is None else environ
     numbers = {
-        name: int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if environ.get(name, "").isdigit()
+        name: int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if environ.get(name, "").isdecimal()
     }
     source = next((name for name in ("RANK", "LOCAL_RANK") if name in numbers), "default")
     return RankInfo(

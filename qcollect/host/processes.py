@@ -171,22 +171,44 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def reap_adopted(*, since: float, known: Iterable[int]) -> int:
+def reap_adopted(*, since: float, known: Iterable[int], wait_s: float = 1.0) -> int:
     """Reap the ended orphans this process has adopted, and no child that somebody else waits for.
 
     An orphan of a run is a child of ours now, in a session other than ours (the agent began one),
-    not among ``known`` (pids of the children there were before) and not older than ``since``.
+    not among ``known`` (pids of the children there were before) and not older than ``since``. One
+    that is just ending is waited for, at most ``wait_s``.
 
     Returns:
         How many were reaped.
     """
-    kept, num_reaped = set(known), 0
+    num_reaped, deadline = 0, time.monotonic() + wait_s
+    while True:
+        adopted = list(_find_adopted(since, frozenset(known)))
+        num_reaped += sum(_reap(child) for child in adopted)
+        if not any(_is_ending(child) for child in adopted) or time.monotonic() > deadline:
+            return num_reaped
+        time.sleep(_POLL_S)
+
+
+def _find_adopted(since: float, known: frozenset[int]) -> Iterator[psutil.Process]:
     for child in psutil.Process().children():
         with suppress(psutil.Error, OSError):
-            is_ours = child.pid not in kept and child.create_time() >= since - _CREATE_TIME_TOLERANCE_S
-            if is_ours and child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) != os.getsid(0):
-                num_reaped += os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
-    return num_reaped
+            is_new = child.pid not in known and child.create_time() >= since - _CREATE_TIME_TOLERANCE_S
+            if is_new and os.getsid(child.pid) != os.getsid(0):
+                yield child
+
+
+def _reap(child: psutil.Process) -> bool:
+    with suppress(psutil.Error, OSError):
+        return child.status() == psutil.STATUS_ZOMBIE and os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
+    return False
+
+
+def _is_ending(child: psutil.Process) -> bool:
+    """Whether a process is past its end and no zombie yet: its memory is gone, and its command line with it."""
+    with suppress(psutil.Error):
+        return child.is_running() and not child.cmdline()
+    return False
 
 
 def _token_of(process: psutil.Process) -> str | None:

@@ -103,7 +103,7 @@ def _check_free(paths: RunPaths, overwrite: bool, now: float) -> None:
         )
     if not overwrite:
         raise OutputError(
-            f"{paths.run_dir} already holds {_describe(record)}; continue it with --resume, "
+            f"{paths.run_dir} already holds {_describe(record)}; "
             "replace it with --overwrite, or choose another folder with --out"
         )
 

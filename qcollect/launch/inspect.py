@@ -1,6 +1,7 @@
 """Asking a worker process what only it can know: the model's sites, this machine's devices."""
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from qcollect.errors import PreflightError
-from qcollect.host.processes import launch_environment
+from qcollect.host.processes import PARENT_VARIABLE, RUN_TOKEN_VARIABLE, launch_environment
 from qcollect.plan.build import RANK_VARIABLES
 from qcollect.plan.inspection import Inspection
 from qcollect.recipe.records import Recipe
 
 TIMEOUT_S = 600
+# of a run around this one: with a plan in its environment the worker would begin to work
+_RUN_VARIABLES = ("QCOLLECT_PLAN", RUN_TOKEN_VARIABLE, PARENT_VARIABLE)
 
 
 def inspect_recipe(recipe: Recipe) -> Inspection:
@@ -51,13 +54,20 @@ def describe_devices() -> dict[str, Any]:
 
 
 def _ask(arguments: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "qcollect.worker", *arguments],
-        env=launch_environment(unset=RANK_VARIABLES, env=env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    command = [sys.executable, "-m", "qcollect.worker", *arguments]
+    try:
+        return subprocess.run(
+            command,
+            env=launch_environment(unset=(*RANK_VARIABLES, *_RUN_VARIABLES), env=env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PreflightError(
+            f"no answer from '{shlex.join(command[:3])}' within {TIMEOUT_S} s; "
+            "a file system or a device that hangs is the usual cause"
+        ) from error

@@ -49,6 +49,8 @@ OnTick = Callable[[RunSnapshot], None]
 POLL_S = 0.1
 # after SIGTERM to the agent; torchrun itself passes it on to the workers at once
 KILL_AFTER_S = 2.0
+# torch tells when ranks ended in whole seconds: sooner, the survivors would seem to have failed first
+_MIN_FAILURE_GRACE_S = 1.0
 # Reading a snapshot of a large run takes longer than a poll: it gets at most this part of the time.
 _SNAPSHOT_TIME_FRAC = 0.05
 _AGENT_REAP_S = 5.0
@@ -86,7 +88,7 @@ def request_stop(paths: RunPaths) -> None:
     Raises:
         FileNotFoundError: there is no run.
     """
-    paths.stop_path.write_text(f"{StopCause.REQUEST}\n", encoding="utf-8")
+    paths.stop_path.touch()
 
 
 class _Run:
@@ -205,11 +207,12 @@ class _Run:
 
     def _must_kill_survivors(self, waited_s: float) -> bool:
         """After one rank's failure: the others first, so that the agent can still say how each ended."""
-        if waited_s >= self.grace_s and not self.survivors_killed and self.agent is not None:
+        grace_s = max(self.grace_s, _MIN_FAILURE_GRACE_S)
+        if waited_s >= grace_s and not self.survivors_killed and self.agent is not None:
             self.survivors_killed = True
             agent_pid = self.agent.pid
             kill_all(lambda: find_descendants(agent_pid), rounds=1)
-        return waited_s >= self.grace_s + KILL_AFTER_S
+        return waited_s >= grace_s + KILL_AFTER_S
 
     def _escalate(self, reason: str) -> None:
         assert self.stop is not None
@@ -257,5 +260,6 @@ class _Run:
         return replace(outcome, log_tail=tail)
 
     def _record(self, **changes: object) -> None:
+        self.next_snapshot_s = 0.0  # told at once, however long the last one took to read
         self.record = replace(self.record, **changes)  # type: ignore[arg-type]
         write_run_record(self.paths, self.record)

@@ -5,14 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from qcollect.errors import DeviceError
-from qcollect.formats.catalog import get_quant_type
 from qcollect.paths import RunPaths
 from qcollect.plan.inspection import Inspection
 from qcollect.plan.record import Plan
-from qcollect.plan.schedule import Schedule, build_schedule, list_captures, select_captures, select_modules
+from qcollect.plan.schedule import Schedule, build_schedule, choose_captures, warn_of_small_target
 from qcollect.recipe.records import Recipe
+from qcollect.recipe.selectors import match_names
 
-# Variables of a launch around this one; torchrun sets its own.
+# Variables of a launch around this one; torchrun sets its own, and takes the PET_ ones (set by job
+# schedulers) for flags that are not given: other nodes to wait for, restarts that capture again, ...
 RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -29,6 +30,16 @@ RANK_VARIABLES = (
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "PET_RDZV_BACKEND",
+    "PET_RDZV_ENDPOINT",
+    "PET_RDZV_ID",
+    "PET_RDZV_CONF",
+    "PET_MAX_RESTARTS",
+    "PET_NO_PYTHON",
+    "PET_RUN_PATH",
+    "PET_VIRTUAL_LOCAL_RANK",
 )
 
 
@@ -39,19 +50,22 @@ def schedule_for(recipe: Recipe, quant_type: str, inspection: Inspection, world_
         SelectionError: a selector matches nothing.
         ScheduleError: the target cannot be reached.
     """
-    modules = select_modules(inspection.modules, recipe.capture)
-    quantizes = get_quant_type(quant_type).element is not None
-    captures = list_captures(modules, values=recipe.capture.values, quantizes=quantizes)
-    if recipe.quant.attention == "none":
-        captures = [c for c in captures if not (c.layer_type == "attention" and c.gemm)]
+    if recipe.quant.exclude:
+        match_names(recipe.quant.exclude, _excludable(inspection), key="quant.exclude")
     return build_schedule(
-        select_captures(captures, recipe.capture),
+        choose_captures(inspection.modules, replace(recipe.quant, type=quant_type), recipe.capture),
         recipe.capture,
         world_size=world_size,
         num_iterations=recipe.train.iterations,
         micro_batches=recipe.train.micro_batches,
         micro_batch_size=recipe.train.micro_batch_size,
     )
+
+
+def _excludable(inspection: Inspection) -> list[str]:
+    """What ``quant.exclude`` can name with effect, or names without need: not a module that only holds others."""
+    names = [m.module for m in inspection.modules]
+    return names + [e for e in inspection.excluded if not any(name.startswith(f"{e}.") for name in names)]
 
 
 def choose_world_size(recipe: Recipe, inspection: Inspection) -> int:
@@ -68,9 +82,14 @@ def choose_world_size(recipe: Recipe, inspection: Inspection) -> int:
         )
     gpu_ids = recipe.launch.gpu_ids
     if gpu_ids is not None and num_devices != len(gpu_ids):
-        raise DeviceError(
-            f"--gpu-ids {','.join(gpu_ids)} names {len(gpu_ids)} device(s) and torch sees {num_devices} of them; "
+        advice = (
             "compare with nvidia-smi -L (an id that does not exist hides every one after it)"
+            if num_devices
+            else "leave it out to run on the CPU, or see with 'qcollect env' and nvidia-smi -L what is here"
+        )
+        raise DeviceError(
+            f"--gpu-ids {','.join(gpu_ids)} names {len(gpu_ids)} device(s) and torch sees {num_devices or 'none'} "
+            f"of them; {advice}"
         )
     if device_type(recipe, inspection) == "cpu":
         return asked or 1
@@ -106,6 +125,7 @@ def build_plan(
     recipe = replace(recipe, quant=replace(recipe.quant, type=quant_type))
     world_size = choose_world_size(recipe, inspection)
     schedule = schedule_for(recipe, quant_type, inspection, world_size)
+    warning = warn_of_small_target(schedule, recipe.capture)
     run_dir = out_dir / quant_type
     torchrun = _torchrun_arguments(world_size, script_args)
     return Plan(
@@ -123,7 +143,7 @@ def build_plan(
         script_args=tuple(script_args),
         schedule=schedule,
         excluded=inspection.excluded,
-        warnings=tuple(_warnings(schedule)),
+        warnings=() if warning is None else (warning,),
     )
 
 
@@ -152,14 +172,3 @@ def _worker_environment(recipe: Recipe, run_dir: Path, run_token: str, num_threa
     if recipe.train.deterministic:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return env
-
-
-def _warnings(schedule: Schedule) -> list[str]:
-    ranks = schedule.ranks_without_backward()
-    if not ranks:
-        return []
-    named = ", ".join(str(r) for r in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return [
-        f"the target {schedule.target} is too small to reach a backward capture on rank(s) {named}; "
-        "raise --target, or choose with capture.operations"
-    ]

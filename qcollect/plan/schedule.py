@@ -6,13 +6,14 @@ attention kernel comes first, then the linears in model order. The list is cut t
 share of the target, and the share is spread evenly over the iterations asked for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Self
 
 from qcollect.errors import ScheduleError, SelectionError
-from qcollect.recipe.records import CaptureSpec
+from qcollect.formats.catalog import get_quant_type
+from qcollect.recipe.records import CaptureSpec, QuantSpec
 from qcollect.recipe.selectors import expand_indices, match_names
 from qcollect.vocab import COMPONENTS, GROUPS, Gemm, LayerType, Operation, Values
 
@@ -146,13 +147,10 @@ class Schedule:
         sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.captures]
         return sum(sum(sizes[: cut.count]) for cuts in self.cuts for cut in cuts)
 
-    def ranks_without_backward(self) -> list[int]:
-        """Ranks whose share is cut before its first backward capture."""
-        return [
-            rank
-            for rank, cuts in enumerate(self.cuts)
-            if cuts and not any(c.operation == Operation.BACKWARD for cut in cuts for c in self.captures[: cut.count])
-        ]
+    def ranks_without_backward(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` whose share is cut before its first backward capture; none if the list has no such."""
+        first = next((i for i, capture in enumerate(self.captures) if capture.operation == Operation.BACKWARD), None)
+        return [] if first is None else [r for r in ranks if all(cut.count <= first for cut in self.cuts[r])]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -190,27 +188,46 @@ def order_layers(layers: Iterable[int]) -> list[int]:
     return [ordered[position] for position in taken]
 
 
-def list_captures(modules: Sequence[ModuleSites], *, values: str, quantizes: bool) -> list[PlannedCapture]:
+def choose_captures(modules: Sequence[ModuleSites], quant: QuantSpec, spec: CaptureSpec) -> list[PlannedCapture]:
+    """The captures of one micro-batch that ``spec`` selects, in schedule order.
+
+    Raises:
+        SelectionError: a selector matches nothing.
+    """
+    chosen = select_modules(modules, spec)
+    return select_captures(list_captures(chosen, values=spec.values, quantized=quantized_gemms(quant)), spec)
+
+
+def quantized_gemms(quant: QuantSpec) -> dict[LayerType, frozenset[Gemm]]:
+    """The gemms that quantize their operands: those whose type is not ``none``."""
+    types = {gemm: quant.overrides.get(gemm, {}).get("type") or quant.type for gemm in Gemm}
+    gemms = frozenset(gemm for gemm, name in types.items() if get_quant_type(name).element is not None)
+    return {LayerType.LINEAR: gemms, LayerType.ATTENTION: gemms if quant.attention == "qkv" else frozenset()}
+
+
+def list_captures(
+    modules: Sequence[ModuleSites], *, values: str, quantized: Mapping[LayerType, Collection[Gemm]]
+) -> list[PlannedCapture]:
     """Every capture one micro-batch can give, in schedule order.
 
     Args:
         modules: in model order.
         values: ``original``, ``quantized`` or ``both``.
-        quantizes: whether the quant type quantizes anything (``none`` does not).
+        quantized: the gemms that quantize their operands.
     """
     ordered = [m for idx in order_layers(_layer_indices(modules)) for m in modules if m.layer_idx == idx]
     ordered += [m for m in modules if m.layer_idx is None]
     # sorted is stable: attention first, then the linears of the layer as the model has them
     position = {idx: i for i, idx in enumerate(dict.fromkeys(m.layer_idx for m in ordered))}
     ordered.sort(key=lambda m: (position[m.layer_idx], m.layer_type != LayerType.ATTENTION))
-    return [c for m in ordered for c in _group_captures(m, values=values, quantizes=quantizes and not m.excluded)]
+    return [c for m in ordered for c in _group_captures(m, values, () if m.excluded else quantized[m.layer_type])]
 
 
 def _layer_indices(modules: Sequence[ModuleSites]) -> list[int]:
     return [m.layer_idx for m in modules if m.layer_idx is not None]
 
 
-def _group_captures(module: ModuleSites, *, values: str, quantizes: bool) -> list[PlannedCapture]:
+def _group_captures(module: ModuleSites, values: str, quantized: Collection[Gemm]) -> list[PlannedCapture]:
     captures = []
     gemms = module.gemms
     for slot in GROUPS[module.layer_type]:
@@ -218,11 +235,12 @@ def _group_captures(module: ModuleSites, *, values: str, quantizes: bool) -> lis
             continue
         consumers = [gemm for gemm in slot.consumers if gemm in gemms]
         copies: list[tuple[Gemm | None, Values]] = []
-        is_quantized_only = values == Values.QUANTIZED and quantizes and consumers
+        # what some gemm reads as it is, and what none reads, has its original only
+        is_quantized_only = values == Values.QUANTIZED and consumers and all(gemm in quantized for gemm in consumers)
         if not is_quantized_only:
             copies.append((None, Values.ORIGINAL))
-        if values != Values.ORIGINAL and quantizes:
-            copies += [(gemm, Values.QUANTIZED) for gemm in consumers]
+        if values != Values.ORIGINAL:
+            copies += [(gemm, Values.QUANTIZED) for gemm in consumers if gemm in quantized]
         num_elements = 1
         for size in module.shapes.get(slot.tensor_name, (0,)):
             num_elements *= size
@@ -291,6 +309,17 @@ def split_evenly(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
+def spread_evenly(total: int, capacities: Sequence[int]) -> list[int]:
+    """``total`` in whole shares as even as ``capacities`` allow; what a full one cannot take goes to the others."""
+    shares = [0] * len(capacities)
+    while (rest := total - sum(shares)) > 0:
+        free = [i for i, capacity in enumerate(capacities) if shares[i] < capacity]
+        more = max(1, rest // len(free))
+        for i in free[: rest // more]:
+            shares[i] = min(shares[i] + more, capacities[i])
+    return shares
+
+
 def build_schedule(
     captures: Sequence[PlannedCapture],
     spec: CaptureSpec,
@@ -321,19 +350,43 @@ def build_schedule(
     if spec.samples is not None:
         num_samples = num_iterations * micro_batches * world_size * micro_batch_size
         samples = set(expand_indices(spec.samples, num_samples, key="capture.samples"))
+    num_captures = len(captures)
 
     def takes(rank: int, iteration: int, micro_batch: int) -> bool:
         first = first_sample_idx(rank, iteration, micro_batch, world_size, micro_batches, micro_batch_size)
         return samples is None or not samples.isdisjoint(range(first, first + micro_batch_size))
 
+    # by rank and iteration; a rank or iteration without a chosen sample takes no part
     slots = {rank: {i: [m for m in range(micro_batches) if takes(rank, i, m)] for i in iterations} for rank in ranks}
-    _refuse_impossible(captures, spec, slots)
-    shares = dict(zip(ranks, split_evenly(spec.target, len(ranks)), strict=True))
+    slots = {rank: {i: m for i, m in by_iteration.items() if m} for rank, by_iteration in slots.items()}
+    slots = {rank: by_iteration for rank, by_iteration in slots.items() if by_iteration}
+    if not slots:
+        raise SelectionError(
+            "capture.samples names no sample of the iterations and ranks that are captured; loosen capture.samples, "
+            "capture.iterations or capture.ranks"
+        )
+    _refuse_impossible(num_captures, spec, slots)
+    shares = dict(zip(slots, split_evenly(spec.target, len(slots)), strict=True))
     cuts = tuple(
-        tuple(_cut_rank(len(captures), slots[rank], shares[rank])) if rank in slots else ()
-        for rank in range(world_size)
+        tuple(_cut_rank(num_captures, slots[rank], shares[rank])) if rank in slots else () for rank in range(world_size)
     )
     return Schedule(captures=tuple(captures), cuts=cuts)
+
+
+def warn_of_small_target(schedule: Schedule, spec: CaptureSpec) -> str | None:
+    """The warning for a target that reaches no backward capture on some rank, None if it does on all."""
+    world_size = len(schedule.cuts)
+    chosen = range(world_size) if spec.ranks is None else expand_indices(spec.ranks, world_size, key="capture.ranks")
+    # a rank without cuts is one the samples leave out, unless there are more ranks than captures
+    taking_part = [rank for rank in chosen if schedule.cuts[rank] or schedule.target < len(chosen)]
+    ranks = schedule.ranks_without_backward(taking_part)
+    if not ranks:
+        return None
+    named = ", ".join(str(r) for r in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return (
+        f"the target {schedule.target} is too small to reach a backward capture on rank(s) {named}; "
+        "raise --target, or choose with capture.operations"
+    )
 
 
 def first_sample_idx(
@@ -343,24 +396,24 @@ def first_sample_idx(
     return ((iteration * micro_batches + micro_batch) * world_size + rank) * micro_batch_size
 
 
-def _refuse_impossible(
-    captures: Sequence[PlannedCapture], spec: CaptureSpec, slots: dict[int, dict[int, list[int]]]
-) -> None:
-    usable = {rank: [len(m) for m in by_iteration.values() if m] for rank, by_iteration in slots.items()}
-    fewest = min((len(m) * min(m) * len(captures) if m else 0 for m in usable.values()), default=0)
-    possible = fewest * len(slots)
+def _refuse_impossible(num_captures: int, spec: CaptureSpec, slots: dict[int, dict[int, list[int]]]) -> None:
+    capacities = [sum(map(len, by_iteration.values())) * num_captures for by_iteration in slots.values()]
+    # the first ranks take one more: the least capacity for all, and one for each before the first that is full
+    possible = min(capacities) * len(capacities) + capacities.index(min(capacities))
     if spec.target > possible:
+        num_iterations = max(map(len, slots.values()))
+        num_batches = max(len(batches) for by_iteration in slots.values() for batches in by_iteration.values())
         raise ScheduleError(
-            f"target {spec.target} is more than this run can produce: {possible} files = {len(captures)} captures a "
-            f"micro-batch, {len(next(iter(slots.values()), {}))} iteration(s), {len(slots)} rank(s); lower --target, "
-            "or capture more with --set capture.iterations=spread:K or capture.values=both"
+            f"target {spec.target} is more than this run can produce: {possible} files = {num_captures} captures a "
+            f"micro-batch, {num_batches} micro-batch(es), {num_iterations} iteration(s), {len(slots)} rank(s); lower "
+            "--target, or capture more with --set capture.iterations=spread:K or capture.values=both"
         )
 
 
 def _cut_rank(num_captures: int, by_iteration: dict[int, list[int]], share: int) -> Iterable[Cut]:
-    usable = {iteration: batches for iteration, batches in by_iteration.items() if batches}
     start = 0
-    for (iteration, batches), wanted in zip(usable.items(), split_evenly(share, len(usable)), strict=True):
+    capacities = [len(batches) * num_captures for batches in by_iteration.values()]
+    for (iteration, batches), wanted in zip(by_iteration.items(), spread_evenly(share, capacities), strict=True):
         for micro_batch in batches:
             count = min(wanted, num_captures)
             if count:

@@ -32,17 +32,25 @@ class StoredFile:
 
 
 class _HashingFile:
-    """A binary file that hashes what passes through it."""
+    """A binary file that hashes what passes through it and keeps the error that stopped it.
+
+    torch's own error after a failed write speaks of positions in its archive, not of the disk.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.hash = xxhash.xxh3_128()
         self.num_bytes = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.hash.update(data)
         self.num_bytes += len(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -62,6 +70,7 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         CaptureError: the disk is full or the folder is gone. In no case is anything left behind.
     """
     temporary = temporary_path(path, uuid.uuid4().hex[:12])
+    hashing: _HashingFile | None = None
     try:
         with temporary.open("xb") as file:
             hashing = _HashingFile(file)
@@ -72,7 +81,9 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         raise
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise CaptureError(f"{path}: cannot be written: {error}{_space_left(path.parent)}") from error
+        cause = hashing.error if hashing is not None and hashing.error is not None else error
+        text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise CaptureError(f"{path}: cannot be written: {text}{_space_left(path.parent)}") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -180,7 +191,7 @@ _CONVERSIONS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] =
 def plain(value: Any) -> Any:
     """``value`` with only str, int, float, bool, None, list and dict inside.
 
-    Tuples, sets and shapes become lists, tensors nested lists, dtypes, devices, paths and other
+    Tuples, sets and shapes become lists, tensors and arrays nested lists, dtypes, devices, paths and other
     objects their ``str``; NaN and Inf become the strings ``nan``, ``inf``, ``-inf``. Subclasses of
     str and int (enums) become plain ones.
     """
@@ -188,6 +199,6 @@ def plain(value: Any) -> Any:
         if isinstance(value, kinds):
             converted = convert(value)
             return str.__str__(converted) if isinstance(converted, str) else converted
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # numpy scalars
-        return plain(value.item())
+    if hasattr(value, "tolist"):  # numpy's arrays and scalars, without needing numpy
+        return plain(value.tolist())
     return str(value)

@@ -33,10 +33,8 @@ class _OperandTap(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.tap, ctx.frame = tap, frame
         operands = {"query": query, "key": key, "value": value}
-        if frame is not None:
-            frame.modules_seen.add(tap.module)
-            for name, tensor in operands.items():
-                tap.observe(frame, name, tensor, token_layout=HEADS_LAYOUT, matrices={Gemm.FPROP: tensor})
+        for name, tensor in operands.items():
+            tap.observe(frame, name, tensor, token_layout=HEADS_LAYOUT, matrices={Gemm.FPROP: tensor})
         quantized = (tap.operand(frame, n, t, Gemm.FPROP, token_layout=HEADS_LAYOUT) for n, t in operands.items())
         # a view where nothing was quantized: an input may not be returned as it is
         return tuple(q.view_as(q) if q is t else q for q, t in zip(quantized, operands.values(), strict=True))
@@ -49,20 +47,15 @@ class _OperandTap(torch.autograd.Function):
         return (*grads, None, None)
 
 
-class _OutputTap(torch.autograd.Function):
+def _observe_output(tap: ModuleTap, frame: Frame, output: Tensor) -> None:
     """The kernel's output on the way out, its gradient on the way back."""
+    tap.observe(frame, "output", output, token_layout=OUTPUT_LAYOUT)
 
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, tap: ModuleTap, frame: Frame | None) -> Tensor:
-        ctx.tap, ctx.frame = tap, frame
-        tap.observe(frame, "output", output, token_layout=OUTPUT_LAYOUT)
-        return output.view_as(output)
+    def observe_grad(grad: Tensor) -> None:
+        tap.observe(frame, "grad_output", grad, token_layout=OUTPUT_LAYOUT)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        ctx.tap.observe(ctx.frame, "grad_output", grad, token_layout=OUTPUT_LAYOUT)
-        return grad, None, None
+    if output.requires_grad:
+        output.register_hook(observe_grad)  # type: ignore[no-untyped-call]
 
 
 def tapped_implementation(name: str) -> str:
@@ -86,10 +79,12 @@ def _make_twin(name: str) -> Callable[..., Any]:
             return kernel(module, query, key, value, mask, **kwargs)
         tap, current_frame = found
         frame = current_frame()
+        frame = None if frame is None else frame.of_call(tap.module)
         query, key, value = _OperandTap.apply(query, key, value, tap, frame)  # type: ignore[no-untyped-call]
         output, *rest = kernel(module, query, key, value, mask, **kwargs)
-        observed = _OutputTap.apply(output, tap, frame)  # type: ignore[no-untyped-call]
-        return (observed, *rest)
+        if frame is not None:
+            _observe_output(tap, frame, output)
+        return (output, *rest)
 
     return attention
 

@@ -2,33 +2,50 @@
 
 import os
 import uuid
+import warnings
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 
 from qcollect.errors import UsageError
 from qcollect.formats.catalog import get_quant_type
 from qcollect.plan.record import Plan
-from qcollect.plan.schedule import (
-    ModuleSites,
-    build_schedule,
-    list_captures,
-    select_captures,
-    select_modules,
-)
+from qcollect.plan.schedule import ModuleSites, build_schedule, choose_captures, warn_of_small_target
+from qcollect.recipe.origins import Origins
+from qcollect.recipe.problems import explain
 from qcollect.recipe.records import CaptureSpec, QuantSpec
-from qcollect.vocab import LayerType
-from qcollect.worker.collector import Collector, CollectorSettings, claim_directory, make_vote_group
+from qcollect.recipe.schema import CaptureModel, QuantModel, Section
+from qcollect.recipe.selectors import match_names
+from qcollect.vocab import LayerType, RankInfo
+from qcollect.worker.collector import (
+    Collector,
+    CollectorSettings,
+    claim_directory,
+    make_vote_group,
+    refuse_compiled,
+    seat,
+)
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, unwrap
 from qcollect.worker.state import detect_rank
 
 PLAN_VARIABLE = "QCOLLECT_PLAN"
-CAPTURE_SETTINGS = tuple(f.name for f in fields(CaptureSpec))
+CAPTURE_SETTINGS = tuple(f.name for f in fields(CaptureSpec) if f.name != "target")
 QUANT_SETTINGS = tuple(f.name for f in fields(QuantSpec) if f.name not in ("type", "types"))
+
+
+class _Sections(Section):
+    """The sections of a recipe that ``collect`` takes: checked as a recipe's are."""
+
+    quant: QuantModel
+    capture: CaptureModel
+
+
+was_called = False  # in this process; a script that calls ``collect`` is not collected from automatically
 
 
 def collect(
@@ -72,30 +89,34 @@ def collect(
         UsageError: a setting that does not exist, a selector that matches nothing, an unknown type.
         PreflightError: ``out_dir`` holds a run, or the target cannot be reached.
     """
+    global was_called
+    was_called = True
+    refuse_compiled(model)
     group = make_vote_group()
     plan_path = os.environ.get(PLAN_VARIABLE)
     if plan_path:
         return Collector(model, settings_of_plan(Plan.read(Path(plan_path))), group)
     quant_type = quant_type or os.environ.get("CUSTOM_QUANT_TYPE") or "hifp8"
     run_dir = Path(out_dir or os.environ.get("TENSOR_SAVE_DIR") or "tensor_logs").absolute()
+    get_quant_type(quant_type)
     quant, capture = _specs(quant_type, target, settings)
     policy = QuantPolicy.from_spec(quant)
     rank = detect_rank(next(model.parameters(), None))
-    captures = list_captures(
-        select_modules(sites_of(unwrap(model), policy), capture),
-        values=capture.values,
-        quantizes=get_quant_type(quant_type).element is not None,
-    )
-    if quant.attention == "none":
-        captures = [c for c in captures if not (c.layer_type == LayerType.ATTENTION and c.gemm)]
+    _check_ranks(rank, group)
+    sites = sites_of(unwrap(model), policy)
+    if quant.exclude:
+        match_names(quant.exclude, _excludable(unwrap(model), sites), key="exclude")
     schedule = build_schedule(
-        select_captures(captures, capture),
+        choose_captures(sites, quant, capture),
         capture,
         world_size=rank.world_size,
         num_iterations=num_iterations,
         micro_batches=micro_batches,
         micro_batch_size=micro_batch_size,
     )
+    warning = warn_of_small_target(schedule, capture)
+    if warning is not None and seat(rank) == 0:
+        warnings.warn(f"qcollect: {warning}", stacklevel=2)
     enabled = saving_enabled()
     if enabled:
         claim_directory(run_dir, group)
@@ -154,6 +175,21 @@ def sites_of(model: nn.Module, policy: QuantPolicy) -> list[ModuleSites]:
     ]
 
 
+def _check_ranks(rank: RankInfo, group: Any) -> None:
+    seat(rank)
+    if group is None and rank.world_size > 1:
+        raise UsageError(
+            f"WORLD_SIZE is {rank.world_size}, and the ranks share the target and the folder: "
+            "call torch.distributed.init_process_group before collect"
+        )
+
+
+def _excludable(model: nn.Module, sites: Sequence[ModuleSites]) -> list[str]:
+    """What ``exclude`` can name: not a module that only holds others."""
+    names = {site.module for site in sites}
+    return [name for name, module in model.named_modules() if name in names or next(module.children(), None) is None]
+
+
 def _without_grad(module: nn.Module) -> tuple[str, ...]:
     weight = getattr(module, "weight", None)
     return () if weight is None or weight.requires_grad else ("grad_weight",)
@@ -166,15 +202,19 @@ def _specs(quant_type: str, target: int, settings: dict[str, Any]) -> tuple[Quan
             f"collect has no setting {unknown[0]!r}; capture settings: {', '.join(CAPTURE_SETTINGS)}; "
             f"quant settings: {', '.join(QUANT_SETTINGS)}"
         )
-    values = {name: _frozen(value) for name, value in settings.items()}
-    capture = replace(CaptureSpec(target=target), **{k: v for k, v in values.items() if k in CAPTURE_SETTINGS})
-    if capture.values not in ("original", "quantized", "both"):
-        raise UsageError(f"values is {capture.values!r}; known: original, quantized, both")
-    if capture.target < 1:
-        raise UsageError(f"target is {capture.target}; it must be at least 1")
-    quant = replace(QuantSpec(type=quant_type), **{k: v for k, v in values.items() if k in QUANT_SETTINGS})
-    return quant, capture
+    values = {name: _listed(value) for name, value in settings.items()}
+    sections = {
+        "quant": {"type": quant_type, **{k: v for k, v in values.items() if k in QUANT_SETTINGS}},
+        "capture": {"target": target, **{k: v for k, v in values.items() if k in CAPTURE_SETTINGS}},
+    }
+    try:
+        checked = _Sections.model_validate(sections)
+    except ValidationError as error:
+        found = explain(error, Origins("collect", {}))
+        raise UsageError("\n".join(f"{origin.text}: {message}" for origin, message in found)) from None
+    quant = checked.quant.model_dump() | {"overrides": checked.quant.overrides.to_dict()}
+    return QuantSpec(**quant), CaptureSpec(**checked.capture.model_dump())
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

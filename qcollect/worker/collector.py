@@ -3,6 +3,7 @@
 import ctypes
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,15 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from qcollect.errors import OutputError, UsageError
+from qcollect.errors import CaptureError, OutputError, UsageError
 from qcollect.paths import RunPaths
-from qcollect.plan.schedule import Schedule
+from qcollect.plan.schedule import Cut, Schedule
 from qcollect.vocab import RankInfo
 from qcollect.worker.frame import Frame, TakenCapture, Wanted, want_key
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.saver import Observation, Saver
-from qcollect.worker.shortfall import Shortfall
+from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sites import install, unwrap
 from qcollect.worker.state import STATE
 
@@ -57,11 +58,14 @@ class Collector:
         self.model = unwrap(model)
         self.settings = settings
         self.rank = settings.rank
+        self.seat = seat(settings.rank)
+        self.cuts = settings.schedule.cuts[self.seat] if settings.enabled else ()
         self.saver = Saver(settings.run_dir, run_id=settings.run_id, by_iteration=settings.by_iteration)
         self.paths = RunPaths(settings.run_dir.absolute())
-        self.share = settings.schedule.share(self.rank.rank) if settings.enabled else 0
+        self.share = sum(cut.count for cut in self.cuts)
         STATE.tracked.clear()  # what an earlier collector of this process tracked
-        self.iteration = STATE.iteration()
+        self.first_iteration, self._first_sample = STATE.iteration(), STATE.sample_idx()
+        self.iteration = self.first_iteration
         self.micro_batch = -1
         self.frame: Frame | None = None
         self._num_sequences = 0
@@ -69,23 +73,23 @@ class Collector:
         self._shortfall = Shortfall(
             rank=self.rank.rank,
             captures=settings.schedule.captures,
-            next_position=max((c.count for c in settings.schedule.cuts[self.rank.rank]), default=0),
+            next_position=max((cut.count for cut in self.cuts), default=0),
             is_planned=settings.is_planned,
         )
+        self._is_stopped = False
         self._frames: list[Frame] = []
         self._undo: list[Callable[[], None]] = []
         self._step_started = time.monotonic()
         self._vote_group = vote_group
         device = next((str(p.device) for p in self.model.parameters()), "cpu")
-        self.progress = ProgressReporter(paths=self.paths, rank=self.rank, share=self.share, device=device)
+        self.progress = ProgressReporter(
+            paths=self.paths, rank=self.rank, share=self.share, device=device, enabled=self._leaves_files
+        )
 
     # ---- life ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if hasattr(self.model, "_orig_mod"):
-            raise UsageError(
-                "the model is compiled already and its hooks would never fire; collect before torch.compile"
-            )
+        refuse_compiled(self.model)
         self._undo.append(install(self.model, self.settings.policy, lambda: self.frame))
         handle = self.model.register_forward_pre_hook(self._begin_micro_batch, with_kwargs=True, prepend=True)
         self._undo.append(handle.remove)
@@ -100,6 +104,19 @@ class Collector:
         self.frame = None
         if kind is None:
             self.progress.update(state="done", force=True)
+            self._report_shortfall()
+
+    def _report_shortfall(self) -> None:
+        """Where nobody else judges the run: nothing captured is an error, less than the share a warning."""
+        num_iterations = self.iteration - self.first_iteration
+        if self.settings.is_planned or self.is_complete or self._is_stopped or not num_iterations:
+            return
+        text = f"rank {self.rank.rank}: {self.num_captured} of {self.share} captures in {num_iterations} iteration(s)"
+        if not self.num_captured:
+            raise CaptureError(
+                f"{text}; the model's own forward did not run in training mode (a compiled copy may have)"
+            )
+        warnings.warn(f"qcollect: {text}; train longer, or lower the target", stacklevel=3)
 
     # ---- micro-batches -------------------------------------------------------------------------
 
@@ -110,14 +127,14 @@ class Collector:
         self.micro_batch += 1
         tokens = _tokens(args, kwargs)
         num_samples = tokens.shape[0] if tokens is not None and tokens.dim() > 1 else 1
-        tracked_sample = self._num_sequences * self.rank.world_size + self.rank.rank * num_samples
+        tracked_sample = self._first_sample + self._num_sequences * self.rank.world_size + self.seat * num_samples
         self._num_sequences += num_samples
         STATE.track(
             iteration=self.iteration,
             micro_batch=self.micro_batch,
             sample_idx=tracked_sample,
             sequence_idx=tracked_sample,
-            batch_idx=tracked_sample // num_samples,
+            batch_idx=tracked_sample // max(num_samples, 1),
             num_samples=num_samples,
         )
         wanted = self._wanted()
@@ -134,18 +151,23 @@ class Collector:
             self._frames.append(self.frame)
 
     def _wanted(self) -> Wanted:
-        if not self.settings.enabled:
-            return {}
-        schedule = self.settings.schedule
         wanted = {
-            want_key(capture): (cut.start + position + 1, capture)
-            for cut in schedule.cuts[self.rank.rank]
-            if (cut.iteration, cut.micro_batch) == (self.iteration, self.micro_batch)
-            for position, capture in enumerate(schedule.captures[: cut.count])
+            want_key(capture): (counter, capture)
+            for cut in self._cuts_of_iteration()
+            if cut.micro_batch == self.micro_batch
+            for counter, capture in self._places(cut)
         }
         if self.micro_batch == 0:
             wanted |= self._shortfall.collect()
         return wanted
+
+    def _cuts_of_iteration(self) -> list[Cut]:
+        # a schedule counts from the run's first iteration, TENSOR_SAVER_ITERATION may set another number for it
+        return [cut for cut in self.cuts if cut.iteration == self.iteration - self.first_iteration]
+
+    def _places(self, cut: Cut) -> list[Place]:
+        captures = self.settings.schedule.captures[: cut.count]
+        return [(cut.start + position, capture) for position, capture in enumerate(captures, start=1)]
 
     def _save(self, taken: TakenCapture) -> None:
         planned, frame = taken.planned, taken.frame
@@ -178,6 +200,10 @@ class Collector:
     # ---- iterations ----------------------------------------------------------------------------
 
     @property
+    def _leaves_files(self) -> bool:
+        return self.settings.enabled or self.settings.is_planned
+
+    @property
     def num_captured(self) -> int:
         return self.saver.num_saved
 
@@ -195,17 +221,23 @@ class Collector:
 
         Returns:
             True when training may end: every rank has its share, or a stop was asked for. The answer is
-            the same on all ranks.
+            the same on all ranks. With saving off nothing is waited for, and training goes on.
 
         Raises:
             CaptureError: a planned capture did not come.
         """
         now = time.monotonic()
         duration_s, self._step_started = now - self._step_started, now
-        if self.rank.rank == 0 and metrics:
+        if self.seat == 0 and metrics and self._leaves_files:
             self._write_metrics(metrics, duration_s)
         num_taken = self.saver.num_saved - self._num_saved_before
-        self._shortfall.settle(self._frames, iteration=self.iteration, num_taken=num_taken)
+        unstarted = [c for c in self._cuts_of_iteration() if c.micro_batch > self.micro_batch]
+        self._shortfall.settle(
+            self._frames,
+            unstarted=[place for cut in unstarted for place in self._places(cut)],
+            iteration=self.iteration,
+            num_taken=num_taken,
+        )
         self._num_saved_before = self.saver.num_saved
         self.iteration += 1
         self.micro_batch = -1
@@ -213,8 +245,11 @@ class Collector:
         self._frames.clear()
         STATE.track(iteration=self.iteration, micro_batch=0)
         self.progress.update(iteration=self.iteration, loss=metrics.get("loss"))
-        stop = self._vote(stop=self.paths.stop_path.exists(), unfinished=not self.is_complete)
+        stop = self._vote(
+            stop=self.paths.stop_path.exists(), unfinished=not (self.is_complete and self.settings.enabled)
+        )
         if stop:
+            self._is_stopped = True
             self.progress.update(state="draining", force=True)
         return stop
 
@@ -231,6 +266,35 @@ class Collector:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._vote_group)
         stop_asked, any_unfinished = flags.tolist()
         return bool(stop_asked) or not any_unfinished
+
+
+def seat(rank: RankInfo) -> int:
+    """This process's place among those that share the target; a process alone may well have a number above 0.
+
+    Raises:
+        UsageError: a rank beyond the world's size.
+    """
+    if rank.world_size == 1:
+        return 0
+    if rank.rank >= rank.world_size:
+        raise UsageError(
+            f"rank {rank.rank} ({rank.source}) is beyond WORLD_SIZE {rank.world_size}; set both or neither"
+        )
+    return rank.rank
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Nothing, if neither the model nor a part of it is compiled.
+
+    Raises:
+        UsageError: it is; what was compiled before never calls what is put into the model afterwards.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                f"the model is compiled already ({name or type(module).__name__}) and its hooks would never fire; "
+                "collect before torch.compile"
+            )
 
 
 def make_vote_group() -> Any:

@@ -4,6 +4,7 @@ A frame is made when the root module's forward begins and is held by that forwar
 a capture always carries the iteration, micro-batch and sample of the forward it belongs to.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,10 @@ class TakenCapture:
 
 @dataclass(slots=True, kw_only=True)
 class Frame:
-    """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted."""
+    """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted.
+
+    ``num_calls`` counts the calls of each module, those without grad and those with grad apart.
+    """
 
     iteration: int
     micro_batch: int
@@ -45,7 +49,19 @@ class Frame:
     token_hash: str | None
     wanted: Wanted
     sink: Callable[[TakenCapture], None]
-    modules_seen: set[str] = field(default_factory=set)
+    num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
+
+    def of_call(self, module: str) -> "Frame | None":
+        """This frame for the first call of a module, None for a later one: a group is of one call, there and back.
+
+        Reentrant checkpointing calls twice, first without grad and in backward with grad: both are firsts.
+        """
+        call = (module, torch.is_grad_enabled())
+        self.num_calls[call] += 1
+        return self if self.num_calls[call] == 1 else None
+
+    def was_called(self, module: str) -> bool:
+        return (module, True) in self.num_calls or (module, False) in self.num_calls
 
     def wants(self, module: str, tensor_name: str, gemm: Gemm | None = None) -> bool:
         return (module, tensor_name, gemm) in self.wanted

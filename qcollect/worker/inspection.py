@@ -106,7 +106,9 @@ class _MetaFrame:
 
     def __init__(self, seen: dict[str, _Sighting]) -> None:
         self._seen = seen
-        self.modules_seen: set[str] = set()
+
+    def of_call(self, module: str) -> "_MetaFrame":
+        return self
 
     def wants(self, module: str, tensor_name: str, gemm: Gemm | None = None) -> bool:
         return gemm is None and tensor_name not in self._seen.setdefault(module, _Sighting()).shapes

@@ -39,17 +39,13 @@ class QuantizedLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.tap, ctx.frame, ctx.has_bias = tap, frame, bias is not None
         ctx.save_for_backward(x, weight)
-        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        if frame is not None:
-            frame.modules_seen.add(tap.module)
-            _observe_operand(tap, frame, "input", x, _layout(x, "in_features"), Gemm.WGRAD if needs_wgrad else None)
-            _observe_operand(tap, frame, "weight", weight, WEIGHT_LAYOUT, Gemm.DGRAD if needs_dgrad else None)
         xq = tap.operand(frame, "input", x, Gemm.FPROP, token_layout="token,in_features", matrix=_matrix(x))
         wq = tap.operand(frame, "weight", weight, Gemm.FPROP, token_layout=WEIGHT_LAYOUT)
         # on the flattened matrix: what torch folds a 3-D input to whenever the weight needs a gradient
-        output = F.linear(xq, wq, bias).view(*x.shape[:-1], weight.shape[0])
-        tap.observe(frame, "output", output, token_layout=_layout(output, "out_features"))
-        return output
+        output = F.linear(xq, wq, bias)
+        # no view: autograd lets nobody change a view in place that a function of ours returns (a ReLU behind it may)
+        unfolded: Tensor = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
+        return unfolded
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,24 +77,40 @@ class QuantizedLinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _observe_operand(
-    tap: ModuleTap, frame: Frame, tensor_name: str, tensor: Tensor, layout: str, backward_gemm: Gemm | None
-) -> None:
-    gemms = [Gemm.FPROP, *([backward_gemm] if backward_gemm else [])]
-    tap.observe(frame, tensor_name, tensor, token_layout=layout, matrices=dict.fromkeys(gemms, _matrix(tensor)))
+def _expected_gemms(x: Tensor, weight: Tensor) -> frozenset[Gemm]:
+    # without grad this is the first pass of reentrant checkpointing, where no input shows that it will need one
+    needs_dgrad = x.requires_grad or not torch.is_grad_enabled()
+    needed = {Gemm.FPROP: True, Gemm.DGRAD: needs_dgrad, Gemm.WGRAD: weight.requires_grad}
+    return frozenset(gemm for gemm, is_needed in needed.items() if is_needed)
+
+
+def _observe_operands(tap: ModuleTap, frame: Frame, x: Tensor, weight: Tensor, gemms: frozenset[Gemm]) -> None:
+    for name, tensor, layout, consumers in (
+        ("input", x, _layout(x, "in_features"), (Gemm.FPROP, Gemm.WGRAD)),
+        ("weight", weight, WEIGHT_LAYOUT, (Gemm.FPROP, Gemm.DGRAD)),
+    ):
+        matrices = {gemm: _matrix(tensor) for gemm in consumers if gemm in gemms}
+        tap.observe(frame, name, tensor, token_layout=layout, matrices=matrices)
 
 
 def quantized_linear(module: nn.Linear, x: Tensor, tap: ModuleTap, frame: Frame | None) -> Tensor:
     """``module(x)`` with quantized gemms. Under autocast the operands are cast first, as F.linear casts them."""
+    frame = None if frame is None else frame.of_call(tap.module)
     weight, bias = module.weight, module.bias
+    gemms = _expected_gemms(x, weight)
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return _apply(x, weight, bias, tap, frame)
+        return _apply(x, weight, bias, tap, frame, gemms)
     dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
-        return _apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), tap, frame)
+        return _apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), tap, frame, gemms)
 
 
-def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, tap: ModuleTap, frame: Frame | None) -> Tensor:
-    result: Tensor = QuantizedLinearFunction.apply(x, weight, bias, tap, frame)  # type: ignore[no-untyped-call]
-    return result
+def _apply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tap: ModuleTap, frame: Frame | None, gemms: frozenset[Gemm]
+) -> Tensor:
+    if frame is not None:
+        _observe_operands(tap, frame, x, weight, gemms)
+    output: Tensor = QuantizedLinearFunction.apply(x, weight, bias, tap, frame)  # type: ignore[no-untyped-call]
+    tap.observe(frame, "output", output, token_layout=_layout(output, "out_features"))
+    return output

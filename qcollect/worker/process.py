@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,8 +52,8 @@ def _print_devices() -> int:
 
 def _work(script_args: list[str]) -> int:
     # the agent is the parent; a worker of its own session would outlive it
-    os.environ.pop(PARENT_VARIABLE, None)
-    die_with_parent(signal.SIGKILL)
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    die_with_parent(signal.SIGKILL, int(parent) if parent else None)
     plan_path = Path(os.environ[PLAN_VARIABLE])
     paths = RunPaths(plan_path.parent.parent)
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -71,9 +72,12 @@ def _work(script_args: list[str]) -> int:
 
 
 def _run_script(plan_path: Path, script_args: list[str]) -> None:
+    from qcollect.worker import auto
+
     script = json.loads(plan_path.read_text(encoding="utf-8"))["recipe"]["script"]
     sys.argv = [script, *script_args]
     sys.path.insert(0, str(Path(script).parent))
+    auto.enable(exit_at_target=True)  # for a script without ``collect``
     runpy.run_path(script, run_name="__main__")
 
 
@@ -91,7 +95,8 @@ def _fail(paths: RunPaths, rank: int, local_rank: int, error: BaseException) -> 
     from qcollect.worker.progress import write_error
 
     traceback.print_exception(error)
-    write_error(paths, rank, local_rank, error)
+    with suppress(OSError):  # a full disk is what it may be about
+        write_error(paths, rank, local_rank, error)
     sys.stdout.flush()
     sys.stderr.flush()
     # no clean-up: destroying a process group whose peers wait in a collective can hang for ever

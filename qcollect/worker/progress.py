@@ -1,5 +1,6 @@
 """What a rank tells the outside while it works: progress, metrics, errors. Small files, replaced whole."""
 
+import math
 import os
 import time
 import traceback
@@ -18,12 +19,13 @@ MIN_INTERVAL_S = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class ProgressReporter:
-    """Writes ``progress/rankN.json``; at most twice a second unless the state changes."""
+    """Writes ``progress/rankN.json``, if ``enabled``; at most twice a second unless the state changes."""
 
     paths: RunPaths
     rank: RankInfo
     share: int
     device: str
+    enabled: bool = True
     state: str = "loading"
     iteration: int = 0
     captured: int = 0
@@ -38,7 +40,7 @@ class ProgressReporter:
         for name, value in fields.items():
             setattr(self, name, value)
         now = time.time()
-        if not force and now - self._written_at < MIN_INTERVAL_S:
+        if not self.enabled or (not force and now - self._written_at < MIN_INTERVAL_S):
             return
         self._written_at = now
         self.paths.progress_dir.mkdir(parents=True, exist_ok=True)
@@ -54,7 +56,7 @@ class ProgressReporter:
                 "captured": self.captured,
                 "share": self.share,
                 "bytes": self.num_bytes,
-                "loss": plain(self.loss) if self.loss is None or self.loss == self.loss else None,
+                "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
                 "device": self.device,
                 "updated_at": now,
             },

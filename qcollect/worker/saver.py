@@ -131,17 +131,19 @@ class Saver:
 
     def _list(self, stored: StoredFile, rank: int, tensor_info: dict[str, Any], metadata: dict[str, Any]) -> None:
         manifest = self.paths.manifest_path(rank)
-        manifest.parent.mkdir(parents=True, exist_ok=True)
-        append_line(
-            manifest,
-            {
-                "file": stored.path.relative_to(self.paths.run_dir).as_posix(),
-                "bytes": stored.num_bytes,
-                "xxh3_128": stored.xxh3_128,
-                "metadata": metadata,
-                "tensor_info": tensor_info,
-            },
-        )
+        line = {
+            "file": stored.path.relative_to(self.paths.run_dir).as_posix(),
+            "bytes": stored.num_bytes,
+            "xxh3_128": stored.xxh3_128,
+            "metadata": metadata,
+            "tensor_info": tensor_info,
+        }
+        try:
+            manifest.parent.mkdir(parents=True, exist_ok=True)
+            append_line(manifest, line)
+        except OSError as error:
+            stored.path.unlink(missing_ok=True)  # a capture is its file and its line, or nothing
+            raise CaptureError(f"{manifest}: cannot be written: {error.strerror}") from error
 
 
 def _name(seen: Observation, counter: int, now: datetime) -> str:

@@ -14,6 +14,8 @@ from qcollect.worker.frame import Frame, Wanted, WantKey, want_key
 
 MAX_IDLE_ITERATIONS = 3
 
+Place = tuple[int, PlannedCapture]  # a capture with its counter
+
 
 @dataclass(slots=True, kw_only=True)
 class Shortfall:
@@ -30,8 +32,9 @@ class Shortfall:
     captures: Sequence[PlannedCapture]
     next_position: int
     is_planned: bool
-    _owed: list[tuple[int, PlannedCapture]] = field(default_factory=list)
+    _owed: list[Place] = field(default_factory=list)
     _impossible: set[WantKey] = field(default_factory=set)
+    _absent: set[WantKey] = field(default_factory=set)
     _num_idle: int = 0
 
     def collect(self) -> Wanted:
@@ -49,7 +52,7 @@ class Shortfall:
 
     def _replace(self, capture: PlannedCapture, *, taken: Wanted) -> PlannedCapture | None:
         """``capture``, or the next of the list that is possible and not taken; None if there is none."""
-        unusable = self._impossible | taken.keys()
+        unusable = self._impossible | self._absent | taken.keys()
         for _ in range(len(self.captures) + 1):
             if want_key(capture) not in unusable:
                 return capture
@@ -57,22 +60,26 @@ class Shortfall:
             self.next_position += 1
         return None
 
-    def settle(self, frames: Iterable[Frame], *, iteration: int, num_taken: int) -> None:
+    def settle(self, frames: Iterable[Frame], *, unstarted: Iterable[Place], iteration: int, num_taken: int) -> None:
         """End an iteration: what its frames still want is owed.
 
         Args:
             frames: of the iteration's micro-batches.
+            unstarted: wanted of micro-batches that were to come and did not.
             iteration: for messages.
             num_taken: captures it gave.
 
         Raises:
             CaptureError: the run is planned, or several iterations in a row gave nothing of what is owed.
         """
-        missing: list[tuple[int, PlannedCapture]] = []
+        missing: list[Place] = []
+        self._absent.clear()
         for frame in frames:
             missing += frame.wanted.values()
-            # its module ran and the tensor did not come: there is no gradient
-            self._impossible |= {key for key in frame.wanted if key[0] in frame.modules_seen}
+            for key in frame.wanted:
+                # where its module ran there is no gradient; a module that did not run may do so another time
+                (self._impossible if frame.was_called(key[0]) else self._absent).add(key)
+        missing += unstarted
         if not missing:
             return
         counter, first = missing[0]
@@ -80,7 +87,7 @@ class Shortfall:
         if self.is_planned:
             raise CaptureError(
                 f"rank {self.rank}, iteration {iteration}: did not see {named}; the script's model differs from the "
-                "recipe's, or the module did not run"
+                "recipe's, the module did not run, or the micro-batch did not come"
             )
         self._num_idle = 0 if num_taken else self._num_idle + 1
         if self._num_idle >= MAX_IDLE_ITERATIONS or len(self._impossible) == len(self.captures):

@@ -74,6 +74,20 @@ def detect_rank(tensor: torch.Tensor | None = None) -> RankInfo:
     The last resort warns once a process: files of several processes would share rank 0.
     """
     global _warned_default_rank
+    found = find_rank(tensor)
+    if found is not None:
+        return found
+    if not _warned_default_rank:
+        _warned_default_rank = True
+        warnings.warn(
+            "qcollect: no rank found (not set by hand, no torch.distributed, RANK or LOCAL_RANK); using rank 0",
+            stacklevel=3,
+        )
+    return RankInfo(rank=0, local_rank=0, world_size=_env_int("WORLD_SIZE") or 1)
+
+
+def find_rank(tensor: torch.Tensor | None = None) -> RankInfo | None:
+    """As ``detect_rank``, but None where nothing says which rank this is."""
     local_rank = _env_int("LOCAL_RANK")
     world_size = _env_int("WORLD_SIZE") or 1
     if dist.is_available() and dist.is_initialized():
@@ -88,13 +102,7 @@ def detect_rank(tensor: torch.Tensor | None = None) -> RankInfo:
     if tensor is not None and tensor.device.index is not None and tensor.device.type != "cpu":
         index = tensor.device.index
         return RankInfo(rank=index, local_rank=index, world_size=world_size, source="device")
-    if not _warned_default_rank:
-        _warned_default_rank = True
-        warnings.warn(
-            "qcollect: no rank found (not set by hand, no torch.distributed, RANK or LOCAL_RANK); using rank 0",
-            stacklevel=3,
-        )
-    return RankInfo(rank=0, local_rank=0, world_size=world_size)
+    return None
 
 
 def _env_int(name: str | None) -> int | None:

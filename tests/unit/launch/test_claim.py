@@ -80,8 +80,9 @@ def test_folder_in_use_is_refused_with_who_uses_it(make_plan):
         with pytest.raises(OutputError) as error:
             claim(make_plan(name="second"), overwrite=overwrite, now=NOW)
         assert str(error.value) == (
-            f"{plan.run_dir} is in use by run run-first (starting, pid {os.getpid()} on {socket.gethostname()}, started "
-            f"2024-12-01 14:30:22+00:00); stop it with 'qcollect stop {plan.run_dir}', or choose another folder with --out"
+            f"{plan.run_dir} is in use by run run-first (starting, pid {os.getpid()} on {socket.gethostname()}, "
+            f"started 2024-12-01 14:30:22+00:00); stop it with 'qcollect stop {plan.run_dir}', "
+            "or choose another folder with --out"
         )
         assert error.value.exit_code == ExitCode.PREFLIGHT
 
@@ -90,7 +91,7 @@ def test_folder_of_an_ended_run_is_refused_with_what_to_do(make_plan):
     paths = claim(make_plan(name="first"), overwrite=False, now=NOW).paths
     edit_record(paths, state="completed")
     before = listing(paths.run_dir)
-    with pytest.raises(OutputError, match="already holds run run-first.*--resume.*--overwrite.*--out"):
+    with pytest.raises(OutputError, match="already holds run run-first.*--overwrite.*--out"):
         claim(make_plan(name="second"), overwrite=False, now=NOW)
     assert listing(paths.run_dir) == before
 
@@ -162,8 +163,9 @@ def test_captures_no_manifest_names_are_never_touched(make_plan, tmp_path):
         with pytest.raises(OutputError) as error:
             claim(make_plan(), overwrite=overwrite, now=NOW)
         assert str(error.value) == (
-            f"{run_dir} holds 1 .pt file(s) that no manifest names, such as iter00000/old.pt; nothing was changed. Choose "
-            f"another folder with --out, move them away, or list them with 'qcollect verify --repair {run_dir}' first"
+            f"{run_dir} holds 1 .pt file(s) that no manifest names, such as iter00000/old.pt; nothing was changed. "
+            "Choose another folder with --out, move them away, "
+            f"or list them with 'qcollect verify --repair {run_dir}' first"
         )
         assert listing(run_dir) == ["iter00000", "iter00000/old.pt"]
 

@@ -58,7 +58,7 @@ def convert(gguf_path: Path, out_dir: Path, *, dtype: str = "fp32") -> tuple[Ggu
     if info.architecture != ARCHITECTURE:
         raise CheckpointError(f"{gguf_path}: its architecture is {info.architecture!r}; only {ARCHITECTURE!r} is read")
     model, tokenizer = load(gguf_path, info, dtype)
-    temporary = temporary_path(out_dir, secrets.token_hex(4))
+    temporary = temporary_path(out_dir.absolute(), secrets.token_hex(4))
     try:
         temporary.mkdir(parents=True)
         model.save_pretrained(temporary)

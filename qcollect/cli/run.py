@@ -176,7 +176,7 @@ def _plans(
     recipe: Any, types: Sequence[str], out: str, script_args: Sequence[str], *, overwrite: bool, dry_run: bool
 ) -> list[Any]:
     """One plan a type; everything that can be refused is refused here, what needs no look at the model first."""
-    from qcollect.host.facts import num_cores
+    from qcollect.host.facts import loopback_interface, num_cores
     from qcollect.launch.inspect import inspect_recipe
     from qcollect.launch.preflight import check_output, check_script, check_types
     from qcollect.plan.build import build_plan
@@ -198,6 +198,7 @@ def _plans(
             script_args=script_args,
             python=sys.executable,
             num_cores=num_cores(),
+            loopback=loopback_interface(),
             run_id=uuid.uuid4().hex[:12],
             run_token=uuid.uuid4().hex,
         )

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from qcollect._version import __version__
 from qcollect.vocab import RankInfo
 
@@ -55,6 +57,14 @@ class DiskSpace:
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def loopback_interface() -> str | None:
+    """The network interface that holds 127.0.0.1 (``lo``); None if it has no name here."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return None
 
 
 def disk_space(folder: Path) -> DiskSpace:

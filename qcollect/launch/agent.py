@@ -1,12 +1,13 @@
 """The torchrun agent under supervision: ``python -m qcollect.launch.agent <torchrun arguments>``.
 
-torchrun itself, with two additions: it ends with its launcher, and instead of a long traceback it
-leaves ``errors/agent.json`` with who failed and how. A program of its own, the only one of the
-control side that imports torch.
+torchrun itself, with three additions: it ends with its launcher, instead of a long traceback it
+leaves ``errors/agent.json`` with who failed and how, and on one node its rendezvous listens on
+127.0.0.1 only. A program of its own, the only one of the control side that imports torch.
 """
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if "--standalone" in arguments:
+        _listen_on_loopback()
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -40,6 +43,24 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # a port, a rendezvous, an argument
         return _fail({"failures": [], "type": type(error).__name__, "message": str(error)})
     return 0
+
+
+def _listen_on_loopback() -> None:
+    """Have torchrun's stores listen on 127.0.0.1; by themselves they listen on every interface."""
+    from torch import distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+    class LoopbackStore(TCPStore):
+        def __init__(self, host_name: str, port: int, *, is_master: bool = False, **kwargs: Any) -> None:
+            if is_master:
+                with socket.create_server(("127.0.0.1", port)) as listener:
+                    port = listener.getsockname()[1]
+                    kwargs["master_listen_fd"] = listener.detach()  # the store owns it now
+            super().__init__("127.0.0.1", port, is_master=is_master, **kwargs)
+
+    dist.TCPStore = LoopbackStore  # type: ignore[attr-defined,assignment]
+    c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[attr-defined,assignment]
 
 
 def _entry(rank: int, failure: Any) -> dict[str, Any]:

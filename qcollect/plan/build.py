@@ -114,10 +114,13 @@ def build_plan(
     script_args: Sequence[str],
     python: str,
     num_cores: int,
+    loopback: str | None,
     run_id: str,
     run_token: str,
 ) -> Plan:
     """The resolved launch of ``quant_type`` into ``out_dir/quant_type``.
+
+    ``loopback`` names the interface ranks of one node talk over (gloo, and what NCCL needs to begin).
 
     Raises:
         FormatError, SelectionError, ScheduleError, DeviceError: as the functions above.
@@ -138,7 +141,7 @@ def build_plan(
         device=device_type(recipe, inspection),
         torchrun_argv=("torchrun", *torchrun),
         agent_argv=(python, "-m", "qcollect.launch.agent", *torchrun),
-        env=_worker_environment(recipe, run_dir, run_token, max(1, num_cores // world_size)),
+        env=_worker_environment(recipe, run_dir, run_token, max(1, num_cores // world_size), loopback),
         unset=RANK_VARIABLES,
         script_args=tuple(script_args),
         schedule=schedule,
@@ -153,7 +156,9 @@ def _torchrun_arguments(world_size: int, script_args: Sequence[str]) -> tuple[st
     return (*options, "-m", "qcollect.worker", *script_args)
 
 
-def _worker_environment(recipe: Recipe, run_dir: Path, run_token: str, num_threads: int) -> dict[str, str]:
+def _worker_environment(
+    recipe: Recipe, run_dir: Path, run_token: str, num_threads: int, loopback: str | None
+) -> dict[str, str]:
     env = {
         "CUSTOM_QUANT_TYPE": recipe.quant.type,
         "TENSOR_SAVE_DIR": str(run_dir),
@@ -166,6 +171,8 @@ def _worker_environment(recipe: Recipe, run_dir: Path, run_token: str, num_threa
         "QCOLLECT_PLAN": str(RunPaths(run_dir).plan_path),
         "QCOLLECT_RUN_TOKEN": run_token,
     }
+    if loopback is not None:
+        env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = loopback
     if recipe.launch.gpu_ids is not None:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(recipe.launch.gpu_ids)

@@ -20,7 +20,7 @@ PREFIX = "qcollect_"
 HEADS_LAYOUT = "batch,head,token,head_dim"
 OUTPUT_LAYOUT = "batch,token,head,head_dim"
 
-# the tap of an attention module, and how it finds the current frame; set while hooks are installed
+# on an attention module its tap and how it finds the current frame, on a linear's forward its tap; while installed
 TAP_ATTRIBUTE = "_qcollect_attention"
 
 
@@ -86,7 +86,8 @@ def _make_twin(name: str) -> Callable[..., Any]:
             _observe_output(tap, frame, output)
         return (output, *rest)
 
-    return attention
+    twin: Callable[..., Any] = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    return twin
 
 
 def _kernel(name: str, module: nn.Module) -> Callable[..., Any]:

@@ -91,7 +91,8 @@ class Collector:
     def __enter__(self) -> Self:
         refuse_compiled(self.model)
         self._undo.append(install(self.model, self.settings.policy, lambda: self.frame))
-        handle = self.model.register_forward_pre_hook(self._begin_micro_batch, with_kwargs=True, prepend=True)
+        begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
+        handle = self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         self._undo.append(handle.remove)
         self.progress.update(state="training", force=True)
         return self

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qcollect.errors import UsageError
 from qcollect.vocab import LayerType
 from qcollect.worker.attention import PREFIX, TAP_ATTRIBUTE, is_attention, tapped_implementation
 from qcollect.worker.frame import Frame, ModuleTap
@@ -86,9 +87,15 @@ def install(model: nn.Module, policy: QuantPolicy, current_frame: Callable[[], F
 
     Returns:
         A function that takes all taps off and leaves the model as it was.
+
+    Raises:
+        UsageError: there are taps already.
     """
     undo: list[Callable[[], None]] = []
-    for found in find_modules(model):
+    modules = find_modules(model)
+    if any(hasattr(owner, TAP_ATTRIBUTE) for f in modules for owner in (f.module, f.module.__dict__.get("forward"))):
+        raise UsageError("the model is collected from already; leave that context first")
+    for found in modules:
         policy_name = found.name if not found.on_request else None
         quantizers = policy.quantizers(found.layer_type, policy_name)
         tap = ModuleTap(
@@ -112,7 +119,10 @@ def _tap_linear(module: nn.Module, tap: ModuleTap, current_frame: Callable[[], F
         return quantized_linear(self, input, tap, current_frame())
 
     before = module.__dict__.get("forward")  # another tool's wrapper would be lost otherwise
-    module.forward = MethodType(forward, module)
+    # a model that is compiled from now on leaves its graph here
+    tapped = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    setattr(tapped, TAP_ATTRIBUTE, tap)
+    module.forward = MethodType(tapped, module)
 
     def undo() -> None:
         if before is None:

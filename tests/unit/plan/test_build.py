@@ -18,6 +18,7 @@ def plan_of(make_recipe, make_inspection):
             "script_args": ("--flag", "a b", ""),
             "python": "/usr/bin/python3",
             "num_cores": 8,
+            "loopback": None,
             "run_id": "run1",
             "run_token": "token1",
         }
@@ -69,6 +70,11 @@ def test_worker_environment_holds_what_workers_read_and_drops_inherited_ranks(pl
     }
     assert {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(plan.unset) == set(RANK_VARIABLES)
     assert "LOCAL_RANK" not in plan.unset
+
+
+def test_ranks_of_one_node_talk_over_its_loopback(plan_of):
+    env = plan_of(loopback="lo").env
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
 def test_torchrun_picks_a_free_port_and_arguments_stay_apart(plan_of):

@@ -99,9 +99,9 @@ class TensorSaver:
         layer_idx: int | None = None,
         phase: str = Phase.PRE,
         component: str | None = None,
-        metadata: dict[str, Any] | None = None,
         rank: int | None = None,
         sample_idx: int | None = None,
+        metadata: dict[str, Any] | None = None,
         iteration: int | None = None,
     ) -> str | None:
         """Save one tensor's value as it is now.
@@ -115,8 +115,8 @@ class TensorSaver:
             layer_idx: transformer layer from 0, None without one.
             phase: ``pre`` or ``post``.
             component: ``FA`` or ``linear``; None: by layer type.
-            metadata: the caller's own; ``module`` (FQN) makes repeats recognizable.
             rank, sample_idx, iteration: None: as the module's docstring says.
+            metadata: the caller's own; ``module`` (FQN) makes repeats recognizable.
 
         Returns:
             The file's path; that of the first save for a repeat; None when saving is off.
@@ -183,17 +183,16 @@ class TensorSaver:
         quant_type: str | None = None,
         operation: str = Operation.FORWARD,
         layer_idx: int | None = None,
-        phase: str = Phase.PRE,
-        component: str | None = None,
         metadata: dict[str, Any] | None = None,
-        **where: Any,
+        **settings: Any,
     ) -> dict[str, str | None]:
-        """Save query, key and value (in backward: their gradients); the paths by tensor name."""
+        """Save query, key and value (in backward: their gradients); the paths by tensor name.
+
+        ``settings`` are further arguments of ``save_tensor``: ``phase``, ``component``, ``rank``, ...
+        """
         prefix = "grad_" if operation == Operation.BACKWARD else ""
         tensors = {f"{prefix}query": query, f"{prefix}key": key, f"{prefix}value": value}
-        return self._save_all(
-            tensors, "attention", operation, quant_type, layer_idx, phase, component, metadata, **where
-        )
+        return self._save_all(tensors, "attention", operation, quant_type, layer_idx, metadata, **settings)
 
     def save_linear_tensors(
         self,
@@ -202,27 +201,17 @@ class TensorSaver:
         quant_type: str | None = None,
         operation: str = Operation.FORWARD,
         layer_idx: int | None = None,
-        phase: str = Phase.PRE,
-        component: str | None = None,
         metadata: dict[str, Any] | None = None,
-        **where: Any,
+        **settings: Any,
     ) -> dict[str, str | None]:
         """Save what a linear's gemm reads; the paths by tensor name.
 
         In backward ``input_tensor`` is the gradient of the output and is saved as ``grad_output``.
+        ``settings`` are further arguments of ``save_tensor``.
         """
         name = "grad_output" if operation == Operation.BACKWARD else "input"
-        return self._save_all(
-            {name: input_tensor, "weight": weight},
-            "linear",
-            operation,
-            quant_type,
-            layer_idx,
-            phase,
-            component,
-            metadata,
-            **where,
-        )
+        tensors = {name: input_tensor, "weight": weight}
+        return self._save_all(tensors, "linear", operation, quant_type, layer_idx, metadata, **settings)
 
     def _save_all(
         self,
@@ -231,14 +220,12 @@ class TensorSaver:
         operation: str,
         quant_type: str | None,
         layer_idx: int | None,
-        phase: str,
-        component: str | None,
         metadata: dict[str, Any] | None,
-        **where: Any,
+        **settings: Any,
     ) -> dict[str, str | None]:
         return {
             name: self.save_tensor(
-                tensor, layer_type, operation, quant_type, name, layer_idx, phase, component, metadata, **where
+                tensor, layer_type, operation, quant_type, name, layer_idx, metadata=metadata, **settings
             )
             for name, tensor in tensors.items()
             if tensor is not None

@@ -59,7 +59,7 @@ def env(json: Json = False) -> None:
         return
     for key, value in report.items():
         if isinstance(value, dict):
-            typer.echo(f"{key}:")
+            typer.echo(f"{key}:" if value else f"{key}: none")
             for name, item in value.items():
                 typer.echo(f"  {name}: {'not installed' if item is None else item}")
         elif isinstance(value, list):

@@ -1,8 +1,14 @@
 """A run's progress while it runs, in the terminal that started it."""
 
+from rich.console import Group
+from rich.text import Text
+
 from qcollect.cli.progress import Display
 from qcollect.monitor.render import plain_line, render_run
+from qcollect.monitor.run_record import RunState
 from qcollect.monitor.snapshot import RunSnapshot
+
+FORCE_HINT = "press Ctrl-C again to force"
 
 
 class RunDisplay(Display):
@@ -12,4 +18,7 @@ class RunDisplay(Display):
         if not snapshot.state.is_active:
             return
         key = (snapshot.run_dir, snapshot.state, snapshot.phase, snapshot.captured)
-        self.show(plain_line(snapshot), render_run(snapshot), key=key)
+        if snapshot.state == RunState.STOPPING:
+            self.show(f"{plain_line(snapshot)}; {FORCE_HINT}", Group(render_run(snapshot), Text(FORCE_HINT)), key=key)
+        else:
+            self.show(plain_line(snapshot), render_run(snapshot), key=key)

@@ -61,7 +61,7 @@ def claim(plan: Plan, *, overwrite: bool, now: float) -> Claim:
     with _explaining(plan.run_dir):
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         with _lock(plan.run_dir) as is_alone:
-            _check_free(paths, overwrite, now)
+            check_free(paths, overwrite, now)
             _check_strangers(paths)
             record = _new_record(plan, now)
             with _withdrawing(temporary_path(paths.state_dir, plan.run_token)) as prepared:
@@ -90,7 +90,12 @@ def is_alive(record: RunRecord | None, paths: RunPaths, now: float) -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
-def _check_free(paths: RunPaths, overwrite: bool, now: float) -> None:
+def check_free(paths: RunPaths, overwrite: bool, now: float) -> None:
+    """Nothing, if ``claim`` would not be refused for the run that is there.
+
+    Raises:
+        OutputError: it is alive, or there and not to be overwritten.
+    """
     if not os.path.lexists(paths.state_dir):
         return
     if not paths.state_dir.is_dir():
@@ -98,8 +103,7 @@ def _check_free(paths: RunPaths, overwrite: bool, now: float) -> None:
     record = read_run_record(paths)
     if is_alive(record, paths, now):
         raise OutputError(
-            f"{paths.run_dir} is in use by {_describe(record)}; stop it with 'qcollect stop {paths.run_dir}', "
-            "or choose another folder with --out"
+            f"{paths.run_dir} is in use by {_describe(record)}; let it end, or choose another folder with --out"
         )
     if not overwrite:
         raise OutputError(
@@ -135,7 +139,7 @@ def _check_strangers(paths: RunPaths) -> None:
         raise OutputError(
             f"{paths.run_dir} holds {len(strangers)} .pt file(s) that no manifest names, such as "
             f"{strangers[0].relative_to(paths.run_dir)}; nothing was changed. Choose another folder with --out, "
-            f"move them away, or list them with 'qcollect verify --repair {paths.run_dir}' first"
+            "or move them away"
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qcollect.errors import OutputError, PreflightError, RecipeError
 from qcollect.host.facts import DiskSpace
-from qcollect.launch.claim import _check_free as check_free
+from qcollect.launch.claim import check_free
 from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
 from qcollect.recipe.conflicts import find_quant_conflicts

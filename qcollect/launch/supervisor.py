@@ -188,8 +188,7 @@ class _Run:
             self._escalate(f"{self.paths.stop_path} cannot be written: {error.strerror}")
             self._terminate_agent()
             self.stop_asked_s = now_s - self.grace_s
-        again = "; press Ctrl-C again to force" if cause == StopCause.SIGINT else ""
-        self._record(state=RunState.STOPPING, reason=f"stopping after this iteration ({cause}){again}")
+        self._record(state=RunState.STOPPING, reason=f"stopping after this iteration ({cause})")
 
     def _must_kill(self, now_s: float) -> bool:
         """Take the step of the stop protocol that is due; True if that is the last one."""

@@ -371,9 +371,9 @@ def _latest_iteration(ranks: tuple[RankSnapshot, ...], metrics: dict[str, Any]) 
 def _warnings(state: RunState, ranks: tuple[RankSnapshot, ...], captured: int, num_files: int) -> list[str]:
     warnings = []
     if not state.is_active and num_files > captured:
-        warnings.append(f"{num_files - captured} .pt file(s) have no manifest line; see 'qcollect verify'")
+        warnings.append(f"{num_files - captured} .pt file(s) have no manifest line")
     if not state.is_active and 0 < num_files < captured:
-        warnings.append(f"{captured - num_files} manifest line(s) have no .pt file; see 'qcollect verify'")
+        warnings.append(f"{captured - num_files} manifest line(s) have no .pt file")
     stale = [r for r in ranks if state.is_active and r.age_s is not None and r.age_s > STALE_AFTER_S]
     for rank in (r for r in stale if r.state not in ("done", "failed", "gone")):
         warnings.append(f"rank {rank.rank} has not reported for {rank.age_s:.0f} s")

@@ -81,9 +81,7 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         raise
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        cause = hashing.error if hashing is not None and hashing.error is not None else error
-        text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-        raise CaptureError(f"{path}: cannot be written: {text}{_space_left(path.parent)}") from error
+        raise write_failure(path, (hashing and hashing.error) or error) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -102,6 +100,12 @@ def _rename_new(source: Path, target: Path) -> None:
         source.rename(target)
     else:
         source.unlink()
+
+
+def write_failure(path: Path, cause: Exception) -> CaptureError:
+    """The error for a file or folder that could not be written: why, and the bytes and inodes that are free there."""
+    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+    return CaptureError(f"{path}: cannot be written: {reason}{_space_left(path.parent)}")
 
 
 def _space_left(folder: Path) -> str:

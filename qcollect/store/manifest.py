@@ -64,5 +64,5 @@ def _parse(line: bytes, path: Path, number: int) -> ManifestRecord:
     except (ValueError, KeyError, TypeError) as error:
         raise CaptureError(
             f"{path}:{number}: no manifest line ({type(error).__name__}: {error}); "
-            f"'qcollect verify --repair {path.parents[2]}' rebuilds the manifest from the files"
+            "every line but the last must be whole; mend it or remove it"
         ) from error

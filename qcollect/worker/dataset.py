@@ -14,6 +14,7 @@ from qcollect.data.tokenizer import Tokenizer, load_tokenizer
 from qcollect.recipe.records import BYTES_TOKENIZER, Recipe
 
 PAIR_SUFFIXES = (".bin", ".idx")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".xml", ".bz2", ".gz")
 
 
 class JoinedDocuments:
@@ -35,8 +36,11 @@ class JoinedDocuments:
 
 
 def is_text(path: str) -> bool:
-    """Whether a data path is a file of text, not (half of) an indexed pair or its prefix."""
-    return Path(path).is_file() and Path(path).suffix not in PAIR_SUFFIXES
+    """Whether a data path names text, not (half of) an indexed pair or its prefix; it need not exist."""
+    suffix = Path(path).suffix
+    if suffix in TEXT_SUFFIXES:
+        return not Path(f"{path}.idx").exists()
+    return suffix not in PAIR_SUFFIXES and Path(path).is_file()
 
 
 def tokenizer_spec(recipe: Recipe) -> str:
@@ -64,14 +68,15 @@ def load_recipe_documents(recipe: Recipe) -> Documents:
     return parts[0] if len(parts) == 1 else JoinedDocuments(parts)
 
 
-def make_batches(recipe: Recipe, *, rank: int, world_size: int, vocab_size: int) -> Batches:
+def make_batches(recipe: Recipe, *, rank: int, world_size: int, vocab_size: int | None) -> Batches:
     """This rank's batches of the recipe.
 
     Raises:
         DatasetError: missing, damaged, too little, or ids beyond ``vocab_size``.
     """
     documents = load_recipe_documents(recipe)
-    check_vocabulary(documents, vocab_size, max_tokens=1 << 22)
+    if vocab_size is not None:
+        check_vocabulary(documents, vocab_size, max_tokens=1 << 22)
     return Batches(
         documents,
         sequence_length=recipe.data.sequence_length,

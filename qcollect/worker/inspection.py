@@ -1,6 +1,5 @@
 """The recipe's model on the meta device: its sites, without weights, data or accelerator memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from qcollect.data.pairs import check_pair, resolve_prefix
-from qcollect.data.sources import find_sources
 from qcollect.errors import QcollectError
 from qcollect.plan.inspection import Inspection
 from qcollect.plan.schedule import ModuleSites
 from qcollect.recipe.records import QuantSpec, Recipe
 from qcollect.vocab import Gemm, LayerType
-from qcollect.worker.dataset import is_text, load_recipe_tokenizer
+from qcollect.worker.dataset import make_batches
 from qcollect.worker.model import build_model, checkpoint_keys, load_config, refuse_missing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import FoundModule, find_excluded, find_modules, install
@@ -144,20 +141,15 @@ def _sites(found: FoundModule, sighting: _Sighting, policy: QuantPolicy) -> Modu
 
 
 def _find_problems(recipe: Recipe) -> list[str]:
-    checks: list[Callable[[], object]] = [lambda: load_config(recipe.model), lambda: _check_data(recipe)]
+    """What is wrong with the model's and the data's files; a sample of the data is read."""
     problems = []
-    for check in checks:
-        try:
-            check()
-        except QcollectError as error:
-            problems.append(str(error))
+    vocab_size = None
+    try:
+        vocab_size = int(load_config(recipe.model).vocab_size)
+    except QcollectError as error:
+        problems.append(str(error))
+    try:
+        make_batches(recipe, rank=0, world_size=1, vocab_size=vocab_size)
+    except QcollectError as error:
+        problems.append(str(error))
     return problems
-
-
-def _check_data(recipe: Recipe) -> None:
-    for path in recipe.data.path:
-        if is_text(path):
-            find_sources([path])
-            load_recipe_tokenizer(recipe)
-        else:
-            check_pair(resolve_prefix(path))

@@ -41,7 +41,9 @@ class QuantizedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         xq = tap.operand(frame, "input", x, Gemm.FPROP, token_layout="token,in_features", matrix=_matrix(x))
         wq = tap.operand(frame, "weight", weight, Gemm.FPROP, token_layout=WEIGHT_LAYOUT)
-        # on the flattened matrix: what torch folds a 3-D input to whenever the weight needs a gradient
+        if tap.quantizers["input", Gemm.FPROP].is_identity:
+            xq = x  # by shape and strides torch chooses between calls that round differently
+        # a quantized input comes flattened, which is what torch folds a 3-D one to
         output = F.linear(xq, wq, bias)
         # no view: autograd lets nobody change a view in place that a function of ours returns (a ReLU behind it may)
         unfolded: Tensor = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))

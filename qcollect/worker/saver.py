@@ -12,7 +12,14 @@ import torch
 
 from qcollect.errors import CaptureError
 from qcollect.paths import RunPaths
-from qcollect.store.capture import METADATA_SCHEMA, StoredFile, describe_tensor, plain, save_capture
+from qcollect.store.capture import (
+    METADATA_SCHEMA,
+    StoredFile,
+    describe_tensor,
+    plain,
+    save_capture,
+    write_failure,
+)
 from qcollect.store.files import append_line
 from qcollect.vocab import COMPONENTS, CaptureName, LayerType, RankInfo, Values
 
@@ -121,7 +128,7 @@ class Saver:
         while True:
             name = _name(seen, number, now)
             path = self.paths.capture_path(name, iteration=seen.iteration, by_iteration=self.by_iteration)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
             try:
                 return path, save_capture(path, value, tensor_info, metadata)
             except FileExistsError:
@@ -143,7 +150,14 @@ class Saver:
             append_line(manifest, line)
         except OSError as error:
             stored.path.unlink(missing_ok=True)  # a capture is its file and its line, or nothing
-            raise CaptureError(f"{manifest}: cannot be written: {error.strerror}") from error
+            raise write_failure(manifest, error) from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_failure(folder, error) from error
 
 
 def _name(seen: Observation, counter: int, now: datetime) -> str:

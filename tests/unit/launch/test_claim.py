@@ -81,7 +81,7 @@ def test_folder_in_use_is_refused_with_who_uses_it(make_plan):
             claim(make_plan(name="second"), overwrite=overwrite, now=NOW)
         assert str(error.value) == (
             f"{plan.run_dir} is in use by run run-first (starting, pid {os.getpid()} on {socket.gethostname()}, "
-            f"started 2024-12-01 14:30:22+00:00); stop it with 'qcollect stop {plan.run_dir}', "
+            f"started 2024-12-01 14:30:22+00:00); let it end, "
             "or choose another folder with --out"
         )
         assert error.value.exit_code == ExitCode.PREFLIGHT
@@ -164,8 +164,7 @@ def test_captures_no_manifest_names_are_never_touched(make_plan, tmp_path):
             claim(make_plan(), overwrite=overwrite, now=NOW)
         assert str(error.value) == (
             f"{run_dir} holds 1 .pt file(s) that no manifest names, such as iter00000/old.pt; nothing was changed. "
-            "Choose another folder with --out, move them away, "
-            f"or list them with 'qcollect verify --repair {run_dir}' first"
+            "Choose another folder with --out, or move them away"
         )
         assert listing(run_dir) == ["iter00000", "iter00000/old.pt"]
 

@@ -48,8 +48,7 @@ def test_damaged_line_is_named_with_its_number_and_what_to_do(paths):
     with pytest.raises(CaptureError) as error:
         read_manifest(path)
     assert str(error.value) == (
-        f"{path}:2: no manifest line (KeyError: 'bytes'); "
-        f"'qcollect verify --repair {paths.run_dir}' rebuilds the manifest from the files"
+        f"{path}:2: no manifest line (KeyError: 'bytes'); every line but the last must be whole; mend it or remove it"
     )
 
 

@@ -122,6 +122,7 @@ def train(
             if dist.is_initialized():
                 dist.all_reduce(total)
             losses.append(total.item() / world_size)
+            print(f"iteration {iteration}: loss {losses[-1]:.6f}, gradient norm {grad_norm.item():.4f}", flush=True)
             metrics = {"loss": losses[-1], "grad_norm": grad_norm.item(), "num_tokens": num_tokens * world_size}
             if run.step(**metrics, learning_rate=spec.learning_rate):
                 break
@@ -153,6 +154,11 @@ def main() -> None:
     rank, world_size, device = init_ranks(plan.device)
     model = build_model(recipe.model, device=device)
     batches = make_batches(recipe, rank=rank, world_size=world_size, vocab_size=model.config.vocab_size)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"rank {rank} of {world_size} on {device}: {num_parameters:,} parameters, {batches.num_items:,} samples",
+        flush=True,
+    )
     train(recipe, model, batches, world_size=world_size, attach=qcollect.collect)
     if dist.is_initialized():
         dist.destroy_process_group()  # on the success path only: peers of a failed rank would hang here

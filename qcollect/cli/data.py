@@ -1,5 +1,6 @@
 """``qcollect data prepare``."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -61,4 +62,5 @@ def prepare(
     for path in report.paths:
         typer.echo(str(path))
     prefix = Path(report.paths[0]).with_suffix("")
-    note(f"next: qcollect run mxfp8 --set data.path={prefix}")
+    model = "--recipe tiny" if tokenizer == "bytes" else f"--set {shlex.quote(f'model.checkpoint={tokenizer}')}"
+    note(f"next: qcollect run mxfp8 {model} --set {shlex.quote(f'data.path={prefix}')}")

@@ -146,7 +146,7 @@ def build_plan(
         script_args=tuple(script_args),
         schedule=schedule,
         excluded=inspection.excluded,
-        warnings=() if warning is None else (warning,),
+        warnings=(*inspection.warnings, *(() if warning is None else (warning,))),
     )
 
 

@@ -10,7 +10,8 @@ from qcollect.plan.schedule import ModuleSites
 class Inspection:
     """The model's sites and this machine's devices.
 
-    ``problems`` are findings that forbid the launch, each a complete message; ``device`` is the
+    ``problems`` are findings that forbid the launch, ``warnings`` such that do not, each a complete
+    message; ``device`` is the
     accelerator type (``cuda``, ``npu``, ...) or ``cpu``; ``device_names`` has one entry a visible device.
     ``excluded`` names what stays in high precision: embeddings, norms, lm_head and ``quant.exclude``.
     """
@@ -22,6 +23,7 @@ class Inspection:
     device: str
     device_names: tuple[str, ...]
     problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -32,6 +34,7 @@ class Inspection:
             "device": self.device,
             "device_names": list(self.device_names),
             "problems": list(self.problems),
+            "warnings": list(self.warnings),
         }
 
     @classmethod
@@ -44,4 +47,5 @@ class Inspection:
             device=fields["device"],
             device_names=tuple(fields["device_names"]),
             problems=tuple(fields["problems"]),
+            warnings=tuple(fields["warnings"]),
         )

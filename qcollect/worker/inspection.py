@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from qcollect.data.pairs import resolve_prefix
 from qcollect.errors import QcollectError
 from qcollect.plan.inspection import Inspection
 from qcollect.plan.schedule import ModuleSites
 from qcollect.recipe.records import QuantSpec, Recipe
+from qcollect.store.files import read_json
 from qcollect.vocab import Gemm, LayerType
-from qcollect.worker.dataset import make_batches
+from qcollect.worker.dataset import is_text, make_batches
 from qcollect.worker.model import build_model, checkpoint_keys, load_config, refuse_missing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import FoundModule, find_excluded, find_modules, install
+
+# a model's vocabulary may be padded a little beyond its tokenizer's
+SMALL_VOCABULARY_FRAC = 0.9
 
 
 def inspect_recipe(recipe: Recipe) -> Inspection:
@@ -42,6 +47,7 @@ def inspect_recipe(recipe: Recipe) -> Inspection:
         device=device,
         device_names=device_names,
         problems=tuple(dict.fromkeys(problems)),
+        warnings=tuple(find_warnings(recipe, config.vocab_size)) if config is not None else (),
     )
 
 
@@ -145,7 +151,14 @@ def _find_problems(recipe: Recipe) -> list[str]:
     problems = []
     vocab_size = None
     try:
-        vocab_size = int(load_config(recipe.model).vocab_size)
+        config = load_config(recipe.model)
+        vocab_size = int(config.vocab_size)
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and recipe.data.sequence_length > longest:
+            problems.append(
+                f"data.sequence_length is {recipe.data.sequence_length}, and the model's max_position_embeddings "
+                f"{longest}; shorten the sequence"
+            )
     except QcollectError as error:
         problems.append(str(error))
     try:
@@ -153,3 +166,26 @@ def _find_problems(recipe: Recipe) -> list[str]:
     except QcollectError as error:
         problems.append(str(error))
     return problems
+
+
+def find_warnings(recipe: Recipe, vocab_size: int) -> list[str]:
+    """What is allowed and most likely not meant: data that another model's tokenizer made."""
+    if recipe.model.checkpoint is None:
+        return []
+    warnings = []
+    for path in recipe.data.path:
+        prepared = {} if is_text(path) else read_json(Path(f"{_prefix(path)}.json")) or {}
+        size = prepared.get("vocab_size")
+        if isinstance(size, int) and size < SMALL_VOCABULARY_FRAC * vocab_size:
+            warnings.append(
+                f"{path} was prepared with the tokenizer {prepared.get('tokenizer')} of {size:,} ids, and the model "
+                f"has {vocab_size:,}; prepare it again with --tokenizer {recipe.model.checkpoint}"
+            )
+    return warnings
+
+
+def _prefix(path: str) -> Path:
+    try:
+        return resolve_prefix(path)
+    except QcollectError:
+        return Path(path)

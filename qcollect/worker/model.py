@@ -26,6 +26,11 @@ def load_config(spec: ModelSpec) -> Any:
             return transformers.LlamaConfig(**spec.config)
         folder = Path(spec.checkpoint or "")
         if not (folder / "config.json").is_file():
+            if folder.is_file():
+                raise CheckpointError(
+                    f"model.checkpoint {folder}: is a file; a folder is wanted (config.json, *.safetensors, "
+                    "tokenizer.json). 'python recipes/convert_gguf.py FILE DIR' makes one from a GGUF"
+                )
             what = "has no config.json" if folder.is_dir() else "does not exist"
             raise CheckpointError(
                 f"model.checkpoint {folder}: {what}; put the model's folder (config.json, *.safetensors, "

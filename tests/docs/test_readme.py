@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,36 @@ def test_relative_links_lead_to_files(document: Path) -> None:
 def test_every_script_of_the_shell_folder_is_named() -> None:
     scripts = {f"shell/{p.name}" for p in (REPOSITORY / "shell").iterdir() if not p.name.startswith("_")}
     assert scripts <= set(re.findall(r"shell/[\w.]+", README))
+
+
+def refusals() -> list[tuple[list[str], str, int]]:
+    """The rows under "What it refuses": arguments, message, exit code."""
+    section = README.split("## What it refuses\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `qcollect ([^`]*)` \| `([^`]*)` \| (\d+) \|$", section, flags=re.MULTILINE)
+    return [(shlex.split(call), message, int(code)) for call, message, code in rows]
+
+
+@pytest.mark.parametrize(("arguments", "message", "code"), refusals())
+def test_what_it_refuses_is_refused_in_those_words(
+    arguments: list[str], message: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([sys.executable, "-m", "qcollect", *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusals_are_listed() -> None:
+    assert len(refusals()) >= 8
+
+
+def test_python_of_the_readme_runs(tmp_path: Path) -> None:
+    section = README.split("## Python\n")[1].split("\n## ")[0]
+    program = "".join(re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL))
+    values = re.findall(r"^(qcollect\.fake_quantize\(.*\)) +# \[\[(.*?)\]\]", section, flags=re.MULTILINE)
+    program += "".join(f"assert {call}.tolist() == [[{numbers}]]\n" for call, numbers in values)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(values) == 2
+    assert len(list((tmp_path / "logs").glob("*.pt"))) == 10

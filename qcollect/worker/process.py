@@ -5,12 +5,14 @@ python -m qcollect.worker --inspect IN OUT   recipe JSON in, inspection JSON out
 python -m qcollect.worker --devices          devices as JSON on stdout
 """
 
+import atexit
 import faulthandler
 import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,7 +52,7 @@ def _print_devices() -> int:
     return ExitCode.OK
 
 
-def _work(script_args: list[str]) -> int:
+def _work(script_args: list[str]) -> NoReturn:
     # the agent is the parent; a worker of its own session would outlive it
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(signal.SIGKILL, int(parent) if parent else None)
@@ -68,7 +70,7 @@ def _work(script_args: list[str]) -> int:
             _fail(paths, rank, local_rank, stop)
     except BaseException as error:
         _fail(paths, rank, local_rank, error)
-    return ExitCode.OK
+    _finish()
 
 
 def _run_script(plan_path: Path, script_args: list[str]) -> None:
@@ -89,6 +91,18 @@ def _redirect_output(log_path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def _finish() -> NoReturn:
+    """End with 0: threads are waited for and exit handlers run, as when an interpreter ends.
+
+    Its own tear-down after that is left out: with torch and transformers loaded it takes 1.4 s (measured).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # executors first, then what is no daemon
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ExitCode.OK)
 
 
 def _fail(paths: RunPaths, rank: int, local_rank: int, error: BaseException) -> NoReturn:

@@ -23,6 +23,8 @@ from qcollect.store.capture import (
 from qcollect.store.files import append_line
 from qcollect.vocab import COMPONENTS, CaptureName, LayerType, RankInfo, Values
 
+WITHOUT_FLOAT64 = frozenset({"mps"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
@@ -104,7 +106,9 @@ class Saver:
             CaptureError: it could not be written; nothing is left under its name.
         """
         value = fix_value(tensor)
-        tensor_info = describe_tensor(value, source=tensor)
+        # statistics where the tensor is: on an accelerator they are done before the copy has arrived
+        is_readable = tensor.layout == torch.strided and tensor.device.type not in WITHOUT_FLOAT64
+        tensor_info = describe_tensor(tensor if is_readable else value, source=tensor)
         now = self.clock()
         metadata = _metadata(seen, self.run_id, now)
         path, stored = self._write(value, tensor_info, metadata, seen, counter, now)

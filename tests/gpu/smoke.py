@@ -10,7 +10,9 @@ and compares fake quantization on the device with the CPU's.
 """
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -121,7 +123,8 @@ def check_bit_identity(compute: str, quant_type: str, layout: str, folder: Path)
         model = build_model(recipe.model, device="cuda")
         batches = make_batches(recipe, rank=0, world_size=1, vocab_size=320)
         options = {} if attach is None else {"attach": attach}
-        losses = script.train(recipe, model, batches, num_iterations=5, **options)
+        with contextlib.redirect_stdout(io.StringIO()):
+            losses = script.train(recipe, model, batches, num_iterations=5, **options)
         return losses, model.state_dict()
 
     bare = train(None)

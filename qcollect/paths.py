@@ -6,7 +6,7 @@ OUT/
     .qcollect/                    state_dir: published once; whoever publishes it owns the run
       plan.json  run.json  metrics.jsonl  inspect.json
       manifest/rank00000.jsonl  progress/rank00000.json  errors/rank00000.json
-      logs/rank00000.log  logs/agent.log  control/stop
+      logs/rank00000.log  logs/agent.log  logs/torchrun/  control/stop
 """
 
 from dataclasses import dataclass
@@ -58,6 +58,11 @@ class RunPaths:
     @property
     def agent_log_path(self) -> Path:
         return self.logs_dir / "agent.log"
+
+    @property
+    def torchrun_dir(self) -> Path:
+        """Where torchrun keeps what it writes itself."""
+        return self.logs_dir / "torchrun"
 
     @property
     def agent_error_path(self) -> Path:

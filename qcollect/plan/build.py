@@ -130,7 +130,7 @@ def build_plan(
     schedule = schedule_for(recipe, quant_type, inspection, world_size)
     warning = warn_of_small_target(schedule, recipe.capture)
     run_dir = out_dir / quant_type
-    torchrun = _torchrun_arguments(world_size, script_args)
+    torchrun = _torchrun_arguments(world_size, RunPaths(run_dir).torchrun_dir, script_args)
     return Plan(
         run_id=run_id,
         run_token=run_token,
@@ -150,10 +150,11 @@ def build_plan(
     )
 
 
-def _torchrun_arguments(world_size: int, script_args: Sequence[str]) -> tuple[str, ...]:
-    # --standalone picks a free port; --local-addr keeps a host name that does not resolve out of it
-    options = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(world_size))
-    return (*options, "-m", "qcollect.worker", *script_args)
+def _torchrun_arguments(world_size: int, log_dir: Path, script_args: Sequence[str]) -> tuple[str, ...]:
+    # --standalone picks a free port; --local-addr keeps a host name that does not resolve out of it;
+    # without --log-dir torchrun leaves a folder in /tmp
+    options = ("--standalone", "--local-addr", "127.0.0.1", "--log-dir", str(log_dir))
+    return (*options, "--nproc-per-node", str(world_size), "-m", "qcollect.worker", *script_args)
 
 
 def _worker_environment(

@@ -110,7 +110,9 @@ def test_a_dry_run_prints_a_command_that_can_be_pasted(qcollect_here, arguments,
     words = shlex.split(lines[lines.index("command:") + 1])
     assert words[0] == "env"
     assert words[words.index("torchrun") :] == [
-        *("torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1", "-m", "qcollect.worker"),
+        *("torchrun", "--standalone", "--local-addr", "127.0.0.1", "--log-dir"),
+        str(folders[0] / OUT / "mxfp8" / ".qcollect" / "logs" / "torchrun"),
+        *("--nproc-per-node", "1", "-m", "qcollect.worker"),
         *ARGUMENTS,
     ]
     assert f"TENSOR_SAVE_DIR={folders[0] / OUT / 'mxfp8'}" in words

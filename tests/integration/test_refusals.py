@@ -142,9 +142,12 @@ def test_a_dataset_may_be_named_by_prefix_half_or_folder(qcollect_here, small, t
     assert result.exit_code == 0, result.err
 
 
-def test_missing_data_is_named(refuse, small, tmp_path):
-    message = refuse("run", "mxfp8", *small, "--set", "data.path=gone.txt", exit_code=3)
-    assert f"{tmp_path}/gone.txt: no dataset there" in message
+@pytest.mark.parametrize(
+    ("name", "problem"), [("gone", "no dataset there"), ("gone.txt", "cannot be read: No such file or directory")]
+)
+def test_missing_data_is_named(refuse, small, tmp_path, name, problem):
+    message = refuse("run", "mxfp8", *small, "--set", f"data.path={name}", exit_code=3)
+    assert f"{tmp_path}/{name}: {problem}" in message
 
 
 @pytest.mark.parametrize(("script", "problem"), [("gone.py", "does not exist"), (".", "is a folder")])

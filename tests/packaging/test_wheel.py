@@ -80,9 +80,9 @@ def test_extras_bring_what_their_names_say(metadata: Message) -> None:
     assert sorted(metadata.get_all("Provides-Extra", [])) == ["all", "data", "gguf", "hf"]
     hf = {"transformers", "safetensors", "tokenizers", "numpy"}
     assert set(requirements(metadata, "hf")) == hf
-    assert set(requirements(metadata, "gguf")) == hf | {"gguf"}
+    assert set(requirements(metadata, "gguf")) == hf | {"gguf", "accelerate"}
     assert set(requirements(metadata, "data")) == hf | {"mwparserfromhell"}
-    assert set(requirements(metadata, "all")) == hf | {"gguf", "mwparserfromhell"}
+    assert set(requirements(metadata, "all")) == hf | {"gguf", "accelerate", "mwparserfromhell"}
 
 
 def test_python_3_11_to_3_13_is_supported(metadata: Message) -> None:

@@ -78,8 +78,10 @@ def test_ranks_of_one_node_talk_over_its_loopback(plan_of):
 
 
 def test_torchrun_picks_a_free_port_and_arguments_stay_apart(plan_of):
-    assert plan_of().torchrun_argv == (
-        "torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1",
+    plan = plan_of()
+    assert plan.torchrun_argv == (
+        "torchrun", "--standalone", "--local-addr", "127.0.0.1",
+        "--log-dir", str(plan.run_dir / ".qcollect" / "logs" / "torchrun"), "--nproc-per-node", "1",
         "-m", "qcollect.worker", "--flag", "a b", "",
     )  # fmt: skip
 

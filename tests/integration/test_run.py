@@ -152,9 +152,9 @@ def test_run_json_holds_code_and_reason(run_dir):
 
 
 def test_every_rank_has_a_log_of_its_own(run_dir):
-    paths = RunPaths(run_dir)
-    assert {path.name for path in paths.logs_dir.iterdir() if path.is_file()} == {"agent.log", "rank00000.log", "rank00001.log"}
-    assert "Traceback" not in "".join(path.read_text() for path in paths.logs_dir.iterdir())
+    logs = [path for path in RunPaths(run_dir).logs_dir.iterdir() if path.is_file()]
+    assert {path.name for path in logs} == {"agent.log", "rank00000.log", "rank00001.log"}
+    assert "Traceback" not in "".join(path.read_text() for path in logs)
 
 
 def test_metrics_hold_loss_gradient_norm_and_speed(run_dir):

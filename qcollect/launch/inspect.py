@@ -1,6 +1,7 @@
 """Asking a worker process what only it can know: the model's sites, this machine's devices."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from qcollect.recipe.records import Recipe
 
 TIMEOUT_S = 600
 # of a run around this one: with a plan in its environment the worker would begin to work
-_RUN_VARIABLES = ("QCOLLECT_PLAN", RUN_TOKEN_VARIABLE, PARENT_VARIABLE)
+_RUN_VARIABLES = ("QCOLLECT_PLAN", RUN_TOKEN_VARIABLE)
 
 
 def inspect_recipe(recipe: Recipe) -> Inspection:
@@ -58,7 +59,9 @@ def _ask(arguments: Sequence[str], env: dict[str, str]) -> subprocess.CompletedP
     try:
         return subprocess.run(
             command,
-            env=launch_environment(unset=(*RANK_VARIABLES, *_RUN_VARIABLES), env=env),
+            env=launch_environment(
+                unset=(*RANK_VARIABLES, *_RUN_VARIABLES), env={**env, PARENT_VARIABLE: str(os.getpid())}
+            ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

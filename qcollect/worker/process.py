@@ -27,6 +27,9 @@ PLAN_VARIABLE = "QCOLLECT_PLAN"
 
 
 def main(arguments: Sequence[str]) -> int:
+    # a worker has a session of its own and would outlive the agent, an inspection a launcher that is interrupted
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    die_with_parent(signal.SIGKILL, int(parent) if parent else None)
     if len(arguments) == 3 and arguments[0] == "--inspect" and PLAN_VARIABLE not in os.environ:
         return _inspect(Path(arguments[1]), Path(arguments[2]))
     if list(arguments) == ["--devices"] and PLAN_VARIABLE not in os.environ:
@@ -53,9 +56,6 @@ def _print_devices() -> int:
 
 
 def _work(script_args: list[str]) -> NoReturn:
-    # the agent is the parent; a worker of its own session would outlive it
-    parent = os.environ.pop(PARENT_VARIABLE, None)
-    die_with_parent(signal.SIGKILL, int(parent) if parent else None)
     plan_path = Path(os.environ[PLAN_VARIABLE])
     paths = RunPaths(plan_path.parent.parent)
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))

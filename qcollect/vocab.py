@@ -7,7 +7,7 @@ captured of a linear and of an attention kernel, in the order a schedule takes t
 
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
@@ -271,8 +271,3 @@ def _fields(groups: dict[str, str | None]) -> dict[str, Any]:
     if (fields["layer_type"], fields["operation"], fields["tensor"]) == ("linear", "backward", "input"):
         fields["tensor"] = "grad_output"
     return fields
-
-
-def as_json(record: Any) -> dict[str, Any]:
-    """A record of this module as a JSON-ready dict, in field order."""
-    return asdict(record)

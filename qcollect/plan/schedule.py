@@ -137,11 +137,6 @@ class Schedule:
     def target(self) -> int:
         return sum(self.share(rank) for rank in range(len(self.cuts)))
 
-    @property
-    def last_iteration(self) -> int:
-        """The iteration after which every rank has its share; -1 if nothing is captured."""
-        return max((cut.iteration for cuts in self.cuts for cut in cuts), default=-1)
-
     def num_bytes(self) -> int:
         """Estimated size of all files."""
         sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.captures]

@@ -6,7 +6,10 @@ OUT/
     .qcollect/                    state_dir: published once; whoever publishes it owns the run
       plan.json  run.json  metrics.jsonl  inspect.json
       manifest/rank00000.jsonl  progress/rank00000.json  errors/rank00000.json
-      logs/rank00000.log  logs/agent.log  logs/torchrun/  control/stop
+      logs/rank00000.log  logs/agent.log  logs/launcher.log  logs/torchrun/  control/stop
+      logs/rank00000.stacks         of a run that stalled
+      index.sqlite                  made from the manifests, by whoever lists them; may be removed
+      torn/                         what 'qcollect verify --repair' has set aside
 """
 
 from dataclasses import dataclass
@@ -44,6 +47,16 @@ class RunPaths:
         return self.state_dir / "manifest"
 
     @property
+    def index_path(self) -> Path:
+        """An index over the manifests; what it holds follows from them."""
+        return self.state_dir / "index.sqlite"
+
+    @property
+    def torn_dir(self) -> Path:
+        """Where a repair puts files and manifests it takes out of the run."""
+        return self.state_dir / "torn"
+
+    @property
     def progress_dir(self) -> Path:
         return self.state_dir / "progress"
 
@@ -58,6 +71,11 @@ class RunPaths:
     @property
     def agent_log_path(self) -> Path:
         return self.logs_dir / "agent.log"
+
+    @property
+    def launcher_log_path(self) -> Path:
+        """What a detached launcher would have shown."""
+        return self.logs_dir / "launcher.log"
 
     @property
     def torchrun_dir(self) -> Path:
@@ -85,8 +103,20 @@ class RunPaths:
     def error_path(self, rank: int) -> Path:
         return self.errors_dir / f"rank{rank:05d}.json"
 
+    def reserved_error_path(self, rank: int) -> Path:
+        """Room kept on the disk for a rank's error; renamed to it when there is no other."""
+        return self.errors_dir / f"rank{rank:05d}.reserved"
+
     def log_path(self, rank: int) -> Path:
         return self.logs_dir / f"rank{rank:05d}.log"
+
+    def stacks_path(self, rank: int) -> Path:
+        """Where a rank's threads are, written when it is asked for them."""
+        return self.logs_dir / f"rank{rank:05d}.stacks"
+
+    def leave_path(self, rank: int) -> Path:
+        """When a rank left with 0."""
+        return self.progress_dir / f"rank{rank:05d}.leave.json"
 
     def state_dirs(self) -> tuple[Path, ...]:
         """The directories inside ``state_dir`` a run needs, to be made once it is owned."""

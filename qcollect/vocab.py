@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Self
 
 
@@ -214,9 +215,8 @@ class CaptureName:
         Raises:
             ValueError: the name has none of these forms.
         """
-        known = "|".join(re.escape(q) for q in sorted(quant_types, key=len, reverse=True))
-        for form in _FORMS:
-            match = re.fullmatch(form.format(known=known), name, re.DOTALL)
+        for form in _compiled_forms(tuple(quant_types)):
+            match = form.fullmatch(name)
             if match:
                 return cls(**_fields(match.groupdict()))
         raise ValueError(f"{name!r} is not a capture's file name")
@@ -244,6 +244,12 @@ _TENSOR = re.compile(
     rf"(?:(?P<projection>.+?)_)??(?P<tensor_name>{'|'.join(sorted(TENSOR_NAMES, key=len, reverse=True))})"
     rf"(?:_(?P<gemm>{'|'.join(Gemm)}))?"
 )
+
+
+@lru_cache
+def _compiled_forms(quant_types: tuple[str, ...]) -> list[re.Pattern[str]]:
+    known = "|".join(re.escape(q) for q in sorted(quant_types, key=len, reverse=True))
+    return [re.compile(form.format(known=known), re.DOTALL) for form in _FORMS]
 
 
 _ESCAPES = (("%", "%25"), ("/", "%2F"), ("\0", "%00"))

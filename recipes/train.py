@@ -134,7 +134,7 @@ def enable_checkpointing(model: nn.Module, kind: str) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind == "reentrant"})
 
 
-def init_ranks(device_type: str) -> tuple[int, int, torch.device]:
+def init_ranks(device_type: str, stall_timeout_s: float | None = None) -> tuple[int, int, torch.device]:
     """(rank, world size, device) of this process; a process group when there is more than one."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -143,7 +143,8 @@ def init_ranks(device_type: str) -> tuple[int, int, torch.device]:
         torch.accelerator.set_device_index(local_rank)
     if world_size > 1:
         backend = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        # the launcher notices a stuck collective first and says which rank is to blame
+        dist.init_process_group(backend, timeout=timedelta(seconds=(stall_timeout_s or 600) + 300))
     return rank, world_size, device
 
 
@@ -151,7 +152,7 @@ def main() -> None:
     plan = Plan.read(Path(os.environ["QCOLLECT_PLAN"]))
     recipe = plan.recipe
     torch.use_deterministic_algorithms(recipe.train.deterministic)
-    rank, world_size, device = init_ranks(plan.device)
+    rank, world_size, device = init_ranks(plan.device, recipe.launch.stall_timeout_s)
     model = build_model(recipe.model, device=device)
     batches = make_batches(recipe, rank=rank, world_size=world_size, vocab_size=model.config.vocab_size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

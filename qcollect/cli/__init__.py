@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from qcollect._version import __version__
-from qcollect.cli import data, info, recipes, run, status
+from qcollect.cli import captures, data, doctor, info, recipes, run, status, stop
 from qcollect.cli.console import fail
 from qcollect.errors import ExitCode, QcollectError
 
@@ -47,6 +47,11 @@ def _root(
 app.command("run")(run.run)
 app.command("sweep")(run.sweep)
 app.command("status")(status.status)
+app.command("stop")(stop.stop)
+app.command("doctor")(doctor.doctor)
+app.command("ls")(captures.ls)
+app.command("show")(captures.show)
+app.command("verify")(captures.verify)
 app.command("formats")(info.formats)
 app.command("env")(info.env)
 app.add_typer(recipes.app, name="recipes")

@@ -6,7 +6,8 @@ come from a file or an exception, as their escapes.
 
 import json
 import sys
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
@@ -14,7 +15,33 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, emoji=False)
+
+class _Stderr:
+    """``sys.stderr`` of the moment; where nobody reads any more (a closed terminal or pipe) the work goes on."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    @property
+    def rich_proxied_file(self) -> "_Stderr":
+        """What Rich writes to while it has put a proxy in the place of ``sys.stderr``."""
+        return self
+
+    @property
+    def _stream(self) -> IO[str]:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
+err = Console(file=cast(IO[str], _Stderr()), highlight=False, markup=False, soft_wrap=True, emoji=False)
 out = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
 
 _UNBOUNDED = 1 << 16

@@ -6,9 +6,10 @@ from itertools import groupby
 
 import typer
 
-from qcollect.cli.console import print_json, warn
-from qcollect.monitor.render import format_bytes
+from qcollect.cli.console import print_json
+from qcollect.monitor.render import format_bytes, printable
 from qcollect.paths import RunPaths
+from qcollect.plan.devices import RankDevice
 from qcollect.plan.record import Plan
 from qcollect.plan.schedule import Cut, PlannedCapture
 
@@ -28,8 +29,6 @@ def print_plans(plans: Sequence[Plan], *, as_json: bool) -> None:
         f"in total: {_count(len(plans), 'run')}, {_count(total_files, 'file')}, about {format_bytes(total_bytes)}; "
         "nothing was started"
     )
-    for warning in dict.fromkeys(w for plan in plans for w in plan.warnings):
-        warn(warning)
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
@@ -47,10 +46,24 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield f"  {plan.run_dir}  the captures"
     yield f"  {paths.state_dir}  {paths.plan_path.name}, written first, {paths.run_path.name}, manifests, logs"
     yield f"script: {shlex.join([plan.recipe.script, *plan.script_args])}"
+    yield "devices:"
+    yield from (f"  {describe_device(device)}" for device in plan.devices)
     yield "schedule:"
     yield from (f"  {line}" for line in _describe_schedule(plan))
     yield f"left in high precision: {', '.join(_summarize(plan.excluded))}"
     yield f"files: {plan.schedule.target:,}, about {format_bytes(plan.schedule.num_bytes())}"
+
+
+def describe_device(device: RankDevice) -> str:
+    """``rank 0, local rank 0: cuda:0 = CUDA_VISIBLE_DEVICES entry 2 = NVIDIA H100 (GPU-..., index 2)``."""
+    parts = [device.device]
+    if device.visible_device is not None:
+        parts.append(f"CUDA_VISIBLE_DEVICES entry {printable(device.visible_device)}")
+    if device.gpu_name is not None:
+        index = None if device.gpu_index is None else f"index {device.gpu_index} of nvidia-smi"
+        known = ", ".join(part for part in (device.gpu_uuid, index) if part is not None)
+        parts.append(f"{printable(device.gpu_name)}{known and f' ({known})'}")
+    return f"rank {device.rank}, local rank {device.local_rank}: {' = '.join(parts)}"
 
 
 def _describe_schedule(plan: Plan) -> Iterator[str]:

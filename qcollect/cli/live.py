@@ -4,7 +4,7 @@ from rich.console import Group
 from rich.text import Text
 
 from qcollect.cli.progress import Display
-from qcollect.monitor.render import plain_line, render_run
+from qcollect.monitor.render import plain_line, printable, render_run
 from qcollect.monitor.run_record import RunState
 from qcollect.monitor.snapshot import RunSnapshot
 
@@ -22,3 +22,7 @@ class RunDisplay(Display):
             self.show(f"{plain_line(snapshot)}; {FORCE_HINT}", Group(render_run(snapshot), Text(FORCE_HINT)), key=key)
         else:
             self.show(plain_line(snapshot), render_run(snapshot), key=key)
+
+    def on_line(self, rank: int, line: str) -> None:
+        """A line of a rank's log, whole and by itself."""
+        self.print_line(f"[rank {rank}] {printable(line)}")

@@ -53,6 +53,10 @@ class Display:
             self._last, self._last_at = new, self._clock()
             self._console.print(Text(line))
 
+    def print_line(self, line: str) -> None:
+        """A line that stays, above what is redrawn."""
+        (self._console if self._live is None else self._live.console).print(Text(line))
+
 
 class PrepareDisplay(Display):
     """The progress of ``data prepare``."""

@@ -3,16 +3,17 @@
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from qcollect.cli.console import err, fail, note, print_json, warn
+from qcollect.cli.console import err, fail, note, print_json
 from qcollect.cli.dry_run import print_plans
-from qcollect.errors import OutputError, UsageError
+from qcollect.cli.planning import check_plans, check_request, load, make_plans, resolve_out
+from qcollect.errors import UsageError
+from qcollect.host.platform import require_linux
 
 DEFAULT_RECIPE = "llama32_1b_wikipedia"
 DEFAULT_OUT = "enhanced_tensor_logs"
@@ -21,12 +22,23 @@ Recipe = Annotated[str, typer.Option("--recipe", metavar="NAME|FILE", help="A bu
 Target = Annotated[int | None, typer.Option("--target", metavar="N", help="Captures, summed over ranks; exact.")]
 Out = Annotated[str, typer.Option("--out", metavar="DIR", help="One folder per quant type is made in it.")]
 Nproc = Annotated[int | None, typer.Option("--nproc", metavar="N", help="Processes; default: one a visible device.")]
-GpuIds = Annotated[str | None, typer.Option("--gpu-ids", metavar="0,2", help="Devices, as nvidia-smi names them.")]
+GpuIds = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-ids",
+        metavar="0,2",
+        help="Devices as nvidia-smi names them; with CUDA_VISIBLE_DEVICES set, positions in it.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field; may be given several times."),
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that has ended: save what is missing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is there (only its own files).")]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Run on without this terminal; 'status' and 'stop' find it again.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print command, environment, schedule and sizes; start nothing.")
 ]
@@ -43,7 +55,9 @@ def run(
     nproc: Nproc = None,
     gpu_ids: GpuIds = None,
     settings: Settings = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
+    detach: Detach = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -53,24 +67,32 @@ def run(
 
     Example: qcollect run mxfp8 --recipe tiny --nproc 2 --target 50
     """
+    require_linux("qcollect run")
     if quant is not None and quant_option is not None and quant != quant_option:
         raise UsageError(
             f"two quant types were given, {quant!r} and --quant {quant_option!r}; run takes one, sweep several"
         )
     chosen = quant if quant is not None else quant_option
-    loaded = _load(recipe, settings, target, nproc, gpu_ids, [] if chosen is None else [chosen])
-    plans = _plans(loaded, [loaded.quant.type], out, context.obj, overwrite=overwrite, dry_run=dry_run)
-    _check_space(plans, dry_run=dry_run)
-    if dry_run:
-        print_plans(plans, as_json=json)
-        return
+    mode = _mode(resume=resume, overwrite=overwrite)
+    loaded = load(recipe, settings, target, nproc, gpu_ids, [] if chosen is None else [chosen])
+    types, out_dir = [loaded.quant.type], resolve_out(out)
+    if detach and not dry_run:
+        _detach(types, out_dir)
+    check_request(loaded, types, out_dir, mode=mode, dry_run=dry_run)
+    from qcollect.launch.prepared import PreparedAgent
     from qcollect.launch.supervisor import execute
 
-    plan = plans[0]
-    for warning in plan.warnings:
-        warn(warning)
-    with _display() as display:
-        outcome = execute(plan, overwrite=overwrite, on_tick=display.on_tick)
+    with PreparedAgent(uuid.uuid4().hex, enabled=not dry_run) as agent:
+        plans, inspection = make_plans(loaded, types, out_dir, context.obj, run_token=agent.run_token)
+        check_plans(plans, inspection, dry_run=dry_run)
+        if dry_run:
+            print_plans(plans, as_json=json)
+            return
+        plan = plans[0]
+        outcome = _complete_already(plan) if resume else None
+        if outcome is None:
+            with _display() as display:
+                outcome = execute(plan, mode=mode, watcher=_watcher(display), agent=agent)
     _show_outcome(plan, outcome)
     if json:
         print_json({"run_dir": str(plan.run_dir), **outcome.to_dict(), "status": _snapshot(plan)})
@@ -90,32 +112,40 @@ def sweep(
     nproc: Nproc = None,
     gpu_ids: GpuIds = None,
     settings: Settings = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
+    detach: Detach = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Capture several quant types one after the other: same weights, data, seeds and schedule.
 
-    A second call skips what is complete and redoes what is not. Arguments after -- go to the training script.
+    A second call skips what is complete and goes on with what is not (--resume says the same). Arguments after --
+    go to the training script.
 
     Example: qcollect sweep --all --baseline --recipe tiny
     """
+    require_linux("qcollect sweep")
+    from qcollect.launch.claim import ClaimMode
     from qcollect.sweep import BASELINE, Action, Member, decide, run_sweep
 
     if all_types == bool(quant):
         raise UsageError("give --all (the recipe's quant types) or --quant TYPE, once or several times")
-    loaded = _load(recipe, settings, target, nproc, gpu_ids, quant or [])
+    loaded = load(recipe, settings, target, nproc, gpu_ids, quant or [])
     types = list(dict.fromkeys([*([BASELINE] if baseline else []), *(quant or loaded.quant.types)]))
-    # a run that has ended is skipped or redone: whatever it is, it may be there
-    plans = _plans(loaded, types, out, context.obj, overwrite=True, dry_run=dry_run)
+    _mode(resume=resume, overwrite=overwrite)
+    out_dir = resolve_out(out)
+    if detach and not dry_run:
+        _detach(types, out_dir)
+    # a run that has ended is skipped, resumed or redone: whatever it is, it may be there
+    check_request(loaded, types, out_dir, mode=ClaimMode.OVERWRITE, dry_run=dry_run)
+    plans, inspection = make_plans(loaded, types, out_dir, context.obj)
     if dry_run:
-        _check_space(plans, dry_run=True)
+        check_plans(plans, inspection, dry_run=True)
         print_plans(plans, as_json=json)
         return
     members = [decide(plan, overwrite=overwrite) for plan in plans]
-    _check_space([member.plan for member in members if member.action != Action.SKIP], dry_run=False)
-    for warning in dict.fromkeys(w for plan in plans for w in plan.warnings):
-        warn(warning)
+    check_plans([m.plan for m in members if m.action != Action.SKIP], inspection, dry_run=False)
 
     def on_start(member: Member) -> None:
         if member.action != Action.SKIP:
@@ -123,7 +153,7 @@ def sweep(
 
     with _display() as display:
         result = run_sweep(
-            members, on_start=on_start, on_tick=display.on_tick, on_end=lambda m, o: _show_outcome(m.plan, o)
+            members, on_start=on_start, watcher=_watcher(display), on_end=lambda m, o: _show_outcome(m.plan, o)
         )
     if json:
         print_json(
@@ -147,91 +177,50 @@ def sweep(
     raise typer.Exit(int(result.exit_code))
 
 
-def _load(
-    recipe: str,
-    settings: Sequence[str] | None,
-    target: int | None,
-    nproc: int | None,
-    gpu_ids: str | None,
-    types: Sequence[str],
-) -> Any:
-    """The recipe with the settings and flags in it; the first of ``types``, if there is one, as its quant type."""
-    from qcollect.formats.catalog import get_quant_type
-    from qcollect.recipe.load import load_recipe
-    from qcollect.recipe.overrides import Override
+def _mode(*, resume: bool, overwrite: bool) -> Any:
+    from qcollect.launch.claim import ClaimMode
 
-    for name in types:
-        get_quant_type(name)
-    flags = (
-        ("quant.type", next(iter(types), None), "the quant type"),
-        ("capture.target", target, "--target"),
-        ("launch.nproc", nproc, "--nproc"),
-        ("launch.gpu_ids", gpu_ids, "--gpu-ids"),
-    )
-    given = [Override(key=key, value=value, origin=flag) for key, value, flag in flags if value is not None]
-    return load_recipe(recipe, [*(settings or []), *given])
+    if resume and overwrite:
+        raise UsageError("--resume goes on with a run and --overwrite replaces it; give one of them")
+    return ClaimMode.RESUME if resume else ClaimMode.OVERWRITE if overwrite else ClaimMode.NEW
 
 
-def _plans(
-    recipe: Any, types: Sequence[str], out: str, script_args: Sequence[str], *, overwrite: bool, dry_run: bool
-) -> list[Any]:
-    """One plan a type; everything that can be refused is refused here, what needs no look at the model first."""
-    from qcollect.host.facts import loopback_interface, num_cores
-    from qcollect.launch.inspect import inspect_recipe
-    from qcollect.launch.preflight import check_output, check_script, check_types
-    from qcollect.plan.build import build_plan
+def _complete_already(plan: Any) -> Any:
+    """The outcome of a run that needs no resuming; None if it does."""
+    from qcollect.errors import ExitCode
+    from qcollect.launch.claim import check_same_run, is_complete
+    from qcollect.launch.outcome import Outcome
+    from qcollect.monitor.run_record import RunState
+    from qcollect.paths import RunPaths
+    from qcollect.store.files import read_json
 
-    check_types(recipe, types)
-    check_script(recipe)
-    out_dir = _out_dir(out)
-    for quant_type in types:
-        with _refusing(dry_run=dry_run):
-            check_output(out_dir / quant_type, overwrite=overwrite, now=time.time())
-    note(f"{recipe.name}: checking the model, the data and the devices")
-    inspection = inspect_recipe(recipe)
-    return [
-        build_plan(
-            recipe,
-            quant_type,
-            inspection,
-            out_dir=out_dir,
-            script_args=script_args,
-            python=sys.executable,
-            num_cores=num_cores(),
-            loopback=loopback_interface(),
-            run_id=uuid.uuid4().hex[:12],
-            run_token=uuid.uuid4().hex,
-        )
-        for quant_type in types
-    ]
+    paths, target = RunPaths(plan.run_dir), plan.schedule.target
+    check_same_run(plan.run_dir, read_json(paths.plan_path), plan)
+    if not is_complete(paths, target):
+        return None
+    return Outcome(state=RunState.COMPLETED, exit_code=ExitCode.OK, reason=f"complete already: {target} captures")
 
 
-def _out_dir(out: str) -> Path:
-    if not out or out.split("/")[0] == "~":
-        raise UsageError(
-            "--out is empty; give a folder" if not out else f"--out is {out!r}: '~' is not expanded here; write it out"
-        )
-    return Path(out).absolute()
+def _detach(types: Sequence[str], out_dir: Path) -> NoReturn:
+    """Start this very command again without the terminal, and leave once it has begun or been refused."""
+    from qcollect.launch.detach import start_detached
+
+    started = start_detached([out_dir / quant_type for quant_type in types], sys.argv[1:])
+    for line in started.messages:
+        note(line)
+    if started.exit_code == 0:
+        typer.echo(str(started.run_dir))
+    raise typer.Exit(started.exit_code)
 
 
-@contextmanager
-def _refusing(*, dry_run: bool) -> Iterator[None]:
-    """What forbids a run is only told by a dry run."""
-    try:
-        yield
-    except OutputError as error:
-        if not dry_run:
-            raise
-        warn(f"as it is, the run would be refused: {error}")
+def _watcher(display: Any) -> Any:
+    from qcollect.host.processes import is_detached
+    from qcollect.launch.detach import move_output
+    from qcollect.launch.supervisor import Watcher
 
-
-def _check_space(plans: Sequence[Any], *, dry_run: bool) -> None:
-    from qcollect.host.facts import disk_space
-    from qcollect.launch.preflight import check_space
-
-    if plans:
-        with _refusing(dry_run=dry_run):
-            check_space(plans, disk_space(plans[0].run_dir))
+    if is_detached():
+        return Watcher(on_tick=display.on_tick, on_line=display.on_line, on_claimed=move_output)
+    return Watcher(on_tick=display.on_tick, on_line=display.on_line)
 
 
 def _display() -> Any:

@@ -3,7 +3,9 @@
 import os
 import platform
 import sys
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,6 +74,44 @@ def disk_space(folder: Path) -> DiskSpace:
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     stat = os.statvfs(existing)
     return DiskSpace(free_bytes=stat.f_bavail * stat.f_frsize, free_inodes=stat.f_favail if stat.f_files else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderProbe:
+    """What happened when a file was made in a folder, linked, renamed and removed.
+
+    ``problem`` says what failed first (``cannot be written to: Read-only file system``), None if
+    nothing did; ``can_link`` whether a second name can be given to a file.
+    """
+
+    folder: Path
+    problem: str | None
+    can_link: bool = True
+
+
+def probe_folder(folder: Path) -> FolderProbe:
+    """Try what a run does in ``folder``, with an empty file; nothing stays."""
+    # as long as the names of captures get, with their temporary part
+    first, second = (folder / f".qcollect-probe-{uuid.uuid4().hex}{'-' * 130}.tmp" for _ in range(2))
+    can_link, step = True, "written to"
+    try:
+        first.touch(exist_ok=False)
+        try:
+            os.link(first, second)
+            second.unlink()
+        except OSError:
+            can_link = False
+        step = "used: a file in it cannot be renamed"
+        first.rename(second)
+        step = "used: a file in it cannot be removed"
+        second.unlink()
+    except OSError as error:
+        return FolderProbe(folder=folder, problem=f"cannot be {step}: {error.strerror or error}", can_link=can_link)
+    finally:
+        for path in (first, second):
+            with suppress(OSError):
+                path.unlink()
+    return FolderProbe(folder=folder, problem=None, can_link=can_link)
 
 
 def package_versions() -> dict[str, str | None]:

@@ -1,7 +1,9 @@
 """Processes of this machine: who they are, how they end with their parent, how none is left behind.
 
-A pid alone names nobody, since it is used again; pid and start time do. Everything here signals
-only processes that were found by those, or by the run's token in their environment.
+A pid alone names nobody, since it is used again; pid and start time do. Linux counts that in ticks
+since the boot, which nobody can set; the wall clock's start time, all there is elsewhere, moves
+when the clock is set. Everything here signals only processes that were found by those, or by the
+run's token in their environment.
 """
 
 import ctypes
@@ -12,29 +14,39 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 RUN_TOKEN_VARIABLE = "QCOLLECT_RUN_TOKEN"
 PARENT_VARIABLE = "QCOLLECT_PARENT"
+DETACHED_VARIABLE = "QCOLLECT_DETACHED"
 
 # Linux, <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 
-# Start times are computed from the boot time, which moves when the clock is set.
+# Start times by the wall clock are computed from the boot time, which moves when the clock is set.
 _CREATE_TIME_TOLERANCE_S = 2.0
+# of /proc/PID/stat behind the name in parentheses: field 22 of proc(5), which counts from 1
+_START_TICKS_FIELD = 22 - 3
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """A process, told apart from a later one with the same pid by its start time (unix seconds)."""
+    """A process, told apart from a later one with the same pid by when it started.
+
+    Args:
+        create_time: unix seconds.
+        started: ``BOOT_ID:TICKS``, exact; None where the system does not tell.
+    """
 
     pid: int
     create_time: float
+    started: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,31 +55,59 @@ class ProcessId:
 def identify(pid: int) -> ProcessId | None:
     """The identity of a process that exists now; None if it is gone."""
     try:
-        return ProcessId(pid=pid, create_time=psutil.Process(pid).create_time())
+        return ProcessId(pid=pid, create_time=psutil.Process(pid).create_time(), started=_started(pid))
     except psutil.Error:
         return None
 
 
-def process_is(pid: object, create_time: object) -> bool:
-    """Whether the process recorded as (``pid``, ``create_time``) is still running here.
+def parse_process(value: object) -> ProcessId | None:
+    """The identity that ``to_dict`` wrote; None for what is none (empty, no numbers, garbage)."""
+    match value:
+        case {"pid": bool()}:
+            return None
+        case {"pid": int(pid), "create_time": int() | float() as create_time, **rest} if pid > 0:
+            started = rest.get("started")
+            exact = started if isinstance(started, str) else None
+            return ProcessId(pid=pid, create_time=float(create_time), started=exact)
+        case _:
+            return None
 
-    False for a zombie, for another process under the same pid, and for records that are no
-    numbers (empty, None, garbage).
-    """
-    if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0 or not isinstance(create_time, int | float):
+
+def process_is(who: ProcessId | None) -> bool:
+    """Whether the process recorded as ``who`` is still running here; False for a zombie and for None."""
+    if who is None:
         return False
     try:
-        process = psutil.Process(pid)
-        is_same = abs(process.create_time() - create_time) <= _CREATE_TIME_TOLERANCE_S
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(who.pid)
+        return _is_same(process, who) and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OverflowError):
         return False
+
+
+def _is_same(process: psutil.Process, who: ProcessId) -> bool:
+    if who.started is not None and (started := _started(who.pid)) is not None:
+        return started == who.started
+    return abs(process.create_time() - who.create_time) <= _CREATE_TIME_TOLERANCE_S
+
+
+def _started(pid: int) -> str | None:
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{boot_id}:{fields[_START_TICKS_FIELD]}"
 
 
 def launch_environment(*, unset: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without ``unset`` and with ``env``."""
     removed = set(unset)
     return {key: value for key, value in os.environ.items() if key not in removed} | dict(env)
+
+
+def is_detached() -> bool:
+    """Whether this launcher was started to run on without a terminal."""
+    return DETACHED_VARIABLE in os.environ
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,10 +1,15 @@
 """The torchrun agent under supervision: ``python -m qcollect.launch.agent <torchrun arguments>``.
 
+With ``--wait`` instead, it imports torch and takes its arguments as one line of JSON on stdin (``Orders``):
+the launcher starts it so while the model is looked at, which takes the import of torch out of a
+run's way. No orders: it ends.
+
 torchrun itself, with three additions: it ends with its launcher, instead of a long traceback it
 leaves ``errors/agent.json`` with who failed and how, and on one node its rendezvous listens on
 127.0.0.1 only. A program of its own, the only one of the control side that imports torch.
 """
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +26,50 @@ from qcollect.paths import RunPaths
 from qcollect.store.files import write_json_atomic
 
 EXIT_FAILED = 1
+WAIT = "--wait"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What a waiting agent is told: torchrun's arguments, its whole environment, the file its output goes to."""
+
+    arguments: list[str]
+    env: dict[str, str]
+    log_path: str
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def main(arguments: list[str]) -> int:
     """Run torchrun with ``arguments``; 0 if every worker exits with 0."""
     launcher = os.environ.get(PARENT_VARIABLE)
     die_with_parent(signal.SIGTERM, int(launcher) if launcher else None)
+    if arguments == [WAIT]:
+        return _wait_for_orders()
+    return _run(arguments)
+
+
+def _wait_for_orders() -> int:
+    from torch.distributed import run  # noqa: F401  # what the waiting is for
+
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 0
+    orders = Orders(**json.loads(line))
+    os.environ.clear()
+    os.environ.update(orders.env)
+    log = os.open(orders.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(log)
+    os.close(nothing)
+    return _run(orders.arguments)
+
+
+def _run(arguments: list[str]) -> int:
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # the workers' parent is this process
 
     from torch.distributed import run

@@ -11,30 +11,40 @@ does not exist, its manifests still name its files, and whoever owns the folder 
 also after a crash in between.
 """
 
-import fcntl
 import os
-import re
+import shlex
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
 from qcollect.errors import CaptureError, OutputError
-from qcollect.host.processes import identify, process_is
+from qcollect.host.processes import find_run, identify, kill_all, process_is
 from qcollect.monitor.run_record import RunRecord, RunState, read_run_record
+from qcollect.monitor.snapshot import read_snapshot
 from qcollect.paths import DISPLACED_PREFIX, STATE_DIR_NAME, TEMPORARY_SUFFIX, RunPaths, temporary_path
+from qcollect.plan.difference import describe_difference, first_difference
 from qcollect.plan.record import Plan
-from qcollect.store.files import write_json_atomic
+from qcollect.store.files import locked_folder, read_json, write_json_atomic
+from qcollect.store.folder import capture_dirs, is_inside, pt_files, temporaries
 from qcollect.store.manifest import read_manifest
-from qcollect.vocab import CaptureName
 
 # A run recorded on another host whose files have not changed for this long is taken for dead.
 _SILENT_AFTER_S = 600.0
-_ITERATION_DIR = re.compile(r"iter\d+")
-_TEMPORARY = re.compile(rf"\.(?P<name>.+\.pt)\.[^.]+{re.escape(TEMPORARY_SUFFIX)}")
+
+
+class ClaimMode(Enum):
+    """What may be in the folder: nothing, a run to be replaced, or one to be gone on with."""
+
+    NEW = "new"
+    OVERWRITE = "overwrite"
+    RESUME = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +55,33 @@ class Claim:
     record: RunRecord
 
 
-def claim(plan: Plan, *, overwrite: bool, now: float) -> Claim:
+def claim(plan: Plan, *, mode: ClaimMode, now: float) -> Claim:
     """Make ``plan.run_dir`` ours, with its state folder, ``plan.json`` and ``run.json`` (starting) in it.
 
     Args:
         plan: the launch.
-        overwrite: replace the run that is there: its captures, as its manifests name them, and its state.
+        mode: ``OVERWRITE`` replaces the run that is there: its captures, as its manifests name them, and its
+            state. ``RESUME`` goes on with it, under its run_id.
         now: unix seconds, the start of the run.
 
     Raises:
-        OutputError: the folder holds a run (and ``overwrite`` is off or that run is alive), holds
-            captures that no manifest of ours names, or cannot be written. Nothing is changed then.
+        OutputError: the folder holds a run that is alive, or any run with ``NEW``, or none or another one
+            with ``RESUME``; holds captures that no manifest of ours names; or cannot be written. Nothing
+            is changed then.
     """
     paths = RunPaths(plan.run_dir)
     with _explaining(plan.run_dir):
         plan.run_dir.mkdir(parents=True, exist_ok=True)
-        with _lock(plan.run_dir) as is_alone:
-            check_free(paths, overwrite, now)
+        with locked_folder(plan.run_dir) as is_alone:
+            check_free(paths, mode, now)
+            if mode == ClaimMode.RESUME:
+                return _resume(plan, paths, now, is_alone=is_alone)
             _check_strangers(paths)
             record = _new_record(plan, now)
             with _withdrawing(temporary_path(paths.state_dir, plan.run_token)) as prepared:
                 _prepare(prepared, paths, plan, record)
-                if overwrite:
+                if mode == ClaimMode.OVERWRITE:
+                    _end_remains(read_run_record(paths))
                     _displace(paths, plan.run_token)
                 _publish(prepared, paths)
             with _withdrawing(paths.state_dir):
@@ -81,7 +96,7 @@ def is_alive(record: RunRecord | None, paths: RunPaths, now: float) -> bool:
     if record is None or record.launcher is None or not record.state.is_active:
         return False
     if record.host == socket.gethostname():
-        return process_is(record.launcher.pid, record.launcher.create_time)
+        return process_is(record.launcher)
     return now - _last_change(paths) < _SILENT_AFTER_S
 
 
@@ -90,26 +105,54 @@ def is_alive(record: RunRecord | None, paths: RunPaths, now: float) -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
-def check_free(paths: RunPaths, overwrite: bool, now: float) -> None:
-    """Nothing, if ``claim`` would not be refused for the run that is there.
+def check_free(paths: RunPaths, mode: ClaimMode, now: float) -> None:
+    """Nothing, if ``claim`` would not be refused for the run that is there, or is not.
 
     Raises:
-        OutputError: it is alive, or there and not to be overwritten.
+        OutputError: it is alive, or there and neither to be overwritten nor resumed, or to be resumed and not there.
     """
     if not os.path.lexists(paths.state_dir):
+        if mode == ClaimMode.RESUME:
+            raise OutputError(f"{paths.run_dir} holds no run to resume; leave --resume out to begin one")
         return
     if not paths.state_dir.is_dir():
         raise OutputError(f"{paths.state_dir} is not a folder; move it away, or choose another folder with --out")
     record = read_run_record(paths)
     if is_alive(record, paths, now):
+        stop = f"qcollect stop {shlex.quote(str(paths.run_dir))}"
         raise OutputError(
-            f"{paths.run_dir} is in use by {_describe(record)}; let it end, or choose another folder with --out"
+            f"{paths.run_dir} is in use by {_describe(record)}; end it with '{stop}', "
+            "or choose another folder with --out"
         )
-    if not overwrite:
+    if mode == ClaimMode.NEW:
         raise OutputError(
             f"{paths.run_dir} already holds {_describe(record)}; "
-            "replace it with --overwrite, or choose another folder with --out"
+            "go on with it with --resume, replace it with --overwrite, or choose another folder with --out"
         )
+
+
+def check_same_run(run_dir: Path, stored: dict[str, Any] | None, plan: Plan) -> None:
+    """Nothing, if the stored plan would capture the very same values as the new one.
+
+    Raises:
+        OutputError: it would not; the field is named.
+    """
+    planned = plan.to_dict()
+    name = None if stored is None else first_difference(stored, planned)
+    if stored is not None and name is None:
+        return
+    what = (
+        "without a readable plan.json"
+        if stored is None or name is None
+        else f"of other settings: {describe_difference(name, stored, planned)}"
+    )
+    raise OutputError(f"{run_dir} holds a run {what}; choose another --out, or replace it with --overwrite")
+
+
+def is_complete(paths: RunPaths, target: int) -> bool:
+    """Whether the manifests list the whole target and the files are there."""
+    run = read_snapshot(paths, time.time())
+    return not run.state.is_active and run.captured == target <= run.num_files
 
 
 def _describe(record: RunRecord | None) -> str:
@@ -134,26 +177,13 @@ def _last_change(paths: RunPaths) -> float:
 
 def _check_strangers(paths: RunPaths) -> None:
     named = {name for state_dir in (paths.state_dir, *_displaced_dirs(paths)) for name in _named_files(state_dir)}
-    strangers = [path for path in _captures(paths.run_dir) if path not in named]
+    strangers = [path for path in (paths.run_dir / file for file in pt_files(paths.run_dir)) if path not in named]
     if strangers:
         raise OutputError(
             f"{paths.run_dir} holds {len(strangers)} .pt file(s) that no manifest names, such as "
             f"{strangers[0].relative_to(paths.run_dir)}; nothing was changed. Choose another folder with --out, "
             "or move them away"
         )
-
-
-def _captures(run_dir: Path) -> Iterator[Path]:
-    """Every ``.pt`` file of a run folder: in it, and in its ``iter*`` folders."""
-    for folder in _capture_dirs(run_dir):
-        with os.scandir(folder) as entries:
-            yield from (Path(e.path) for e in entries if e.name.endswith(".pt") and not e.name.startswith("."))
-
-
-def _capture_dirs(run_dir: Path) -> list[Path]:
-    with os.scandir(run_dir) as entries:
-        iterations = [e for e in entries if _ITERATION_DIR.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-    return [run_dir, *(Path(e.path) for e in iterations)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -185,6 +215,39 @@ def _prepare(prepared: Path, paths: RunPaths, plan: Plan, record: RunRecord) -> 
     write_json_atomic(prepared / paths.run_path.name, record.to_dict())
 
 
+def _resume(plan: Plan, paths: RunPaths, now: float, *, is_alone: bool) -> Claim:
+    """Take over a run that has ended: its captures and manifests stay, what it said of itself is begun anew."""
+    stored = read_json(paths.plan_path)
+    check_same_run(paths.run_dir, stored, plan)
+    before = read_run_record(paths)
+    _end_remains(before)
+    if not is_alone:
+        _take_over(paths, "" if before is None else before.run_token)
+    plan = replace(plan, run_id=str((stored or {}).get("run_id") or plan.run_id))
+    record = _new_record(plan, now)
+    write_json_atomic(paths.run_path, record.to_dict())
+    for path in (paths.stop_path, paths.metrics_path, *paths.progress_dir.glob("*.json"), *paths.errors_dir.glob("*")):
+        path.unlink(missing_ok=True)
+    for path in temporaries(paths.run_dir):
+        path.unlink(missing_ok=True)
+    write_json_atomic(paths.plan_path, plan.to_dict())
+    return Claim(paths=paths, record=record)
+
+
+def _end_remains(record: RunRecord | None) -> None:
+    """End what a run of this machine whose launcher was killed has left and would still write."""
+    if record is not None and record.state.is_active and record.host == socket.gethostname() and record.run_token:
+        kill_all(lambda: find_run(record.run_token))
+
+
+def _take_over(paths: RunPaths, token: str) -> None:
+    """Where there are no locks: of several that resume the run with this token, one makes this file."""
+    try:
+        (paths.control_dir / f"taken-{token}").touch(exist_ok=False)
+    except FileExistsError as error:
+        raise OutputError(f"{paths.run_dir} has just been taken by another --resume") from error
+
+
 def _displace(paths: RunPaths, token: str) -> None:
     with suppress(FileNotFoundError):  # another starter has displaced it; who publishes first wins
         paths.state_dir.rename(paths.displaced_dir(token))
@@ -211,9 +274,9 @@ def _finish_displaced(paths: RunPaths) -> None:
     displaced = _displaced_dirs(paths)
     if not displaced:
         return
-    for path in (*(p for d in displaced for p in _named_files(d)), *_unfinished_captures(paths.run_dir)):
+    for path in (*(p for d in displaced for p in _named_files(d)), *temporaries(paths.run_dir)):
         path.unlink(missing_ok=True)
-    for folder in _capture_dirs(paths.run_dir)[1:]:
+    for folder in capture_dirs(paths.run_dir)[1:]:
         with suppress(OSError):  # not empty: not only ours
             folder.rmdir()
     for state_dir in displaced:
@@ -225,28 +288,8 @@ def _named_files(state_dir: Path) -> Iterator[Path]:
     names = RunPaths(state_dir.parent)
     for manifest in sorted((state_dir / names.manifest_dir.name).glob("*.jsonl")):
         for record in read_manifest(manifest):
-            parts = PurePosixPath(record.file).parts
-            is_flat = len(parts) == 1
-            is_by_iteration = len(parts) == 2 and _ITERATION_DIR.fullmatch(parts[0]) is not None
-            if parts[-1:] != ("..",) and (is_flat or is_by_iteration):
-                yield names.run_dir.joinpath(*parts)
-
-
-def _unfinished_captures(run_dir: Path) -> list[Path]:
-    """Temporary files of captures that were being written when a run ended."""
-    return [
-        path
-        for folder in _capture_dirs(run_dir)
-        for path in folder.glob(f".*{TEMPORARY_SUFFIX}")
-        if (match := _TEMPORARY.fullmatch(path.name)) is not None and _is_capture_name(match["name"])
-    ]
-
-
-def _is_capture_name(name: str) -> bool:
-    try:
-        return CaptureName.parse(name).rank is not None
-    except ValueError:
-        return False
+            if is_inside(record.file):
+                yield names.run_dir / record.file
 
 
 def _remove_abandoned(paths: RunPaths) -> None:
@@ -258,21 +301,6 @@ def _remove_abandoned(paths: RunPaths) -> None:
 # ---------------------------------------------------------------------------------------------
 # Around a claim
 # ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _lock(run_dir: Path) -> Iterator[bool]:
-    """Take turns with other starters; False where the file system has no such locks."""
-    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(folder)
 
 
 @contextmanager

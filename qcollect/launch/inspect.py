@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from qcollect.errors import PreflightError
+from qcollect.host.devices import visible_devices
 from qcollect.host.processes import PARENT_VARIABLE, RUN_TOKEN_VARIABLE, launch_environment
 from qcollect.plan.build import RANK_VARIABLES
+from qcollect.plan.devices import device_environment
 from qcollect.plan.inspection import Inspection
 from qcollect.recipe.records import Recipe
 
@@ -28,9 +30,20 @@ def inspect_recipe(recipe: Recipe) -> Inspection:
         PreflightError: something the recipe needs is missing or damaged (every finding is listed), or the
             inspection itself failed.
     """
-    env = {"OMP_NUM_THREADS": "1"}
-    if recipe.launch.gpu_ids is not None:
-        env |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(recipe.launch.gpu_ids)}
+    inspection = look_at(recipe)
+    if inspection.problems:
+        raise PreflightError("\n".join(inspection.problems))
+    return inspection
+
+
+def look_at(recipe: Recipe) -> Inspection:
+    """As ``inspect_recipe``, with what is missing or damaged among the findings.
+
+    Raises:
+        PreflightError: the inspection itself failed.
+    """
+    devices = device_environment(recipe.launch.gpu_ids, visible_devices(), recipe.launch.device)
+    env = {"OMP_NUM_THREADS": "1", **devices}
     with tempfile.TemporaryDirectory(prefix="qcollect-") as folder:
         recipe_path, out_path = Path(folder, "recipe.json"), Path(folder, "inspection.json")
         recipe_path.write_text(json.dumps(recipe.to_dict()), encoding="utf-8")
@@ -38,10 +51,7 @@ def inspect_recipe(recipe: Recipe) -> Inspection:
         if result.returncode or not out_path.is_file():
             last = "\n".join(result.stderr.strip().splitlines()[-12:])
             raise PreflightError(f"recipe {recipe.name}: the model cannot be inspected:\n{last}")
-        inspection = Inspection.from_dict(json.loads(out_path.read_text(encoding="utf-8")))
-    if inspection.problems:
-        raise PreflightError("\n".join(inspection.problems))
-    return inspection
+        return Inspection.from_dict(json.loads(out_path.read_text(encoding="utf-8")))
 
 
 def describe_devices() -> dict[str, Any]:

@@ -6,6 +6,9 @@ torchrun gives every worker a session of its own, so no signal to a process grou
 an agent that is killed leaves them running. Hence: each process ends with its parent, orphans are
 adopted by the launcher, and what remains is found by the run's token in its environment.
 
+A run also ends by itself: at its target, or when the workers agree on an end (``plan.stop``), or when no
+rank moves any more (``stall``); and a guard ends what is left if this process is killed (``guard``).
+
 A stop has four steps: the stop file (workers end together after the iteration, the agent exits
 with 0); after the grace time one SIGTERM to the agent; two seconds later, or once the agent is
 gone, SIGKILL to all that is left; at last the ended orphans are reaped. The third signal to an
@@ -16,14 +19,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
 from qcollect.errors import ExitCode, WorkerError
 from qcollect.host.processes import (
+    DETACHED_VARIABLE,
     PARENT_VARIABLE,
     adopting_orphans,
     find_descendants,
@@ -33,18 +38,24 @@ from qcollect.host.processes import (
     launch_environment,
     reap_adopted,
 )
-from qcollect.launch.claim import Claim, claim
-from qcollect.launch.outcome import Outcome, Stop, StopCause, cause_of, judge
+from qcollect.launch.claim import Claim, ClaimMode, claim
+from qcollect.launch.log_follower import LogFollower
+from qcollect.launch.outcome import Outcome, Stop, cause_of, judge
+from qcollect.launch.prepared import Guard, PreparedAgent
 from qcollect.launch.signals import StopSignals
-from qcollect.monitor.failures import has_failures, read_failures, read_log_tail
+from qcollect.launch.stall import ProgressWatch, dump_stacks, explain_stall, find_workers
+from qcollect.monitor.failures import has_failures, read_early_leavers, read_failures, read_log_tail
 from qcollect.monitor.run_record import RunRecord, RunState, write_run_record
-from qcollect.monitor.snapshot import RunSnapshot, read_snapshot
+from qcollect.monitor.snapshot import RankSnapshot, RunSnapshot, read_snapshot
 from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
+from qcollect.plan.stop import StopCause, read_stop, request_stop
+from qcollect.recipe.selectors import expand_indices
 from qcollect.store.files import count_lines
 from qcollect.store.manifest import list_manifests
 
 OnTick = Callable[[RunSnapshot], None]
+OnLine = Callable[[int, str], None]
 
 POLL_S = 0.1
 # after SIGTERM to the agent; torchrun itself passes it on to the workers at once
@@ -56,51 +67,65 @@ _SNAPSHOT_TIME_FRAC = 0.05
 _AGENT_REAP_S = 5.0
 
 
-def execute(plan: Plan, *, overwrite: bool, on_tick: OnTick) -> Outcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watcher:
+    """Who is told of a run while it goes on. What one of these raises ends the run.
+
+    ``on_claimed`` is called once the folder is ours; ``on_tick`` with the run's state about ten times a
+    second, less often if it is slow to read, and once at the end; ``on_line`` with each whole line of
+    the ranks that ``launch.show_ranks`` names.
+    """
+
+    on_tick: OnTick
+    on_line: OnLine = lambda rank, line: None
+    on_claimed: Callable[[RunPaths], None] = lambda paths: None
+
+
+def execute(plan: Plan, *, mode: ClaimMode, watcher: Watcher, agent: PreparedAgent | None = None) -> Outcome:
     """Claim the plan's folder, run it to its end, and record how it ended. Call from the main thread.
 
     Args:
         plan: the launch.
-        overwrite: replace a run that is there.
-        on_tick: called with the run's state about ten times a second, less often if it is slow to
-            read, and once at the end. What it raises ends the run.
+        mode: what may be in the folder, and what becomes of it.
+        watcher: who is told.
+        agent: one that was started ahead; None: it is started now.
 
     Raises:
         OutputError: the folder cannot be had; nothing was changed.
     """
     with StopSignals() as signals:
-        owned = claim(plan, overwrite=overwrite, now=time.time())
-        run = _Run(plan, owned, signals, on_tick)
+        owned = claim(plan, mode=mode, now=time.time())
+        run = _Run(plan, owned, signals, watcher, agent)
         try:
+            watcher.on_claimed(owned.paths)
             outcome = run.supervise()
         except BaseException as error:
             reason = f"the launcher failed: {type(error).__name__}: {error}"
             run.record_end(Outcome(state=RunState.FAILED, exit_code=ExitCode.INTERNAL, reason=reason))
             raise
         outcome = run.record_end(outcome)
-        on_tick(read_snapshot(owned.paths, time.time()))
+        watcher.on_tick(read_snapshot(owned.paths, time.time()))
         return outcome
-
-
-def request_stop(paths: RunPaths) -> None:
-    """Ask the run to end after the iteration it is in; its workers and its launcher look for this file.
-
-    Raises:
-        FileNotFoundError: there is no run.
-    """
-    paths.stop_path.touch()
 
 
 class _Run:
     """One execution of a plan, from the agent's start until the last of its processes is reaped."""
 
-    def __init__(self, plan: Plan, owned: Claim, signals: StopSignals, on_tick: OnTick) -> None:
+    def __init__(
+        self, plan: Plan, owned: Claim, signals: StopSignals, watcher: Watcher, prepared: PreparedAgent | None
+    ) -> None:
         self.plan = plan
         self.paths = owned.paths
         self.record: RunRecord = owned.record
         self.signals = signals
-        self.on_tick = on_tick
-        self.grace_s = plan.recipe.launch.grace_s
+        self.watcher = watcher
+        self.prepared = prepared
+        spec = plan.recipe.launch
+        self.grace_s = spec.grace_s
+        self.progress = ProgressWatch(spec.stall_timeout_s)
+        shown = () if spec.show_ranks is None else expand_indices(spec.show_ranks, plan.world_size)
+        self.logs = LogFollower(self.paths, shown)
+        self.started_s = time.monotonic()
         self.agent: subprocess.Popen[bytes] | None = None
         self.stop: Stop | None = None
         self.stop_asked_s: float | None = None  # monotonic, as the two below
@@ -109,8 +134,8 @@ class _Run:
         self.survivors_killed = False
 
     def supervise(self) -> Outcome:
-        started_at, children = time.time(), [child.pid for child in psutil.Process().children()]
-        with adopting_orphans():
+        with adopting_orphans(), Guard(self.plan.run_token, self.grace_s):
+            started_at, children = time.time(), [child.pid for child in psutil.Process().children()]
             try:
                 if not self.signals.received:
                     self.agent = self._start_agent()
@@ -118,6 +143,7 @@ class _Run:
             finally:
                 self._sweep()
                 reap_adopted(since=started_at, known=children)
+        self._show_lines(self.logs.finish())
         return self._judge()
 
     def record_end(self, outcome: Outcome) -> Outcome:
@@ -133,7 +159,7 @@ class _Run:
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
         environment = launch_environment(
-            unset=self.plan.unset,
+            unset=(*self.plan.unset, DETACHED_VARIABLE),
             env={
                 # how long torchrun waits for its workers when it is signalled, also if this launcher is gone by then
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(self.grace_s))),
@@ -141,19 +167,9 @@ class _Run:
                 PARENT_VARIABLE: str(os.getpid()),
             },
         )
-        with self.paths.agent_log_path.open("ab") as log:
-            try:
-                # a session of its own: the terminal's Ctrl-C and hangup are the launcher's to pass on
-                agent = subprocess.Popen(
-                    self.plan.agent_argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise WorkerError(f"{self.plan.agent_argv[0]} cannot be started: {error}") from error
+        command, log_path = self.plan.agent_argv, self.paths.agent_log_path
+        agent = self.prepared.give(command, environment, log_path) if self.prepared is not None else None
+        agent = agent or _start_agent(command, environment, log_path)
         self._record(state=RunState.RUNNING, agent=identify(agent.pid))
         return agent
 
@@ -164,6 +180,7 @@ class _Run:
         while True:
             now_s = time.monotonic()
             has_ended = self.agent is None or self.agent.poll() is not None
+            self._show_lines(self.logs.read())
             self._notice_stop(now_s)
             if has_ended or self._must_kill(now_s):
                 return
@@ -171,24 +188,48 @@ class _Run:
             time.sleep(POLL_S)
 
     def _notice_stop(self, now_s: float) -> None:
+        max_time_s = self.plan.recipe.launch.max_time
         if self.stop is None:
             if self.signals.received:
                 self._begin_stop(cause_of(self.signals.received[0]), now_s)
-            elif self.paths.stop_path.exists():
-                self._begin_stop(StopCause.REQUEST, now_s)
+            elif (cause := read_stop(self.paths)) is not None:
+                self._begin_stop(cause, now_s)
+            elif max_time_s is not None and now_s - self.started_s >= max_time_s:
+                self._begin_stop(StopCause.MAX_TIME, now_s)
         if self.failure_seen_s is None and has_failures(self.paths):
             self.failure_seen_s = now_s
 
     def _begin_stop(self, cause: StopCause, now_s: float) -> None:
         self.stop, self.stop_asked_s = Stop(cause=cause), now_s
         try:
-            if cause != StopCause.REQUEST:
-                request_stop(self.paths)
+            request_stop(self.paths, cause)
         except OSError as error:  # workers cannot be asked: the next step at once
             self._escalate(f"{self.paths.stop_path} cannot be written: {error.strerror}")
-            self._terminate_agent()
-            self.stop_asked_s = now_s - self.grace_s
+            self._end_now(now_s)
+        if not self._has_begun() and self.stop.escalated_at is None:
+            self.stop = replace(self.stop, escalated_at=time.time())
+            self._end_now(now_s)
         self._record(state=RunState.STOPPING, reason=f"stopping after this iteration ({cause})")
+
+    def _has_begun(self) -> bool:
+        """Whether a rank trains: before that there is no iteration to come to the end of."""
+        return any(True for _ in self.paths.progress_dir.glob("rank*.json"))
+
+    def _end_now(self, now_s: float) -> None:
+        """As if the grace time were over."""
+        self._terminate_agent()
+        self.stop_asked_s = now_s - self.grace_s
+
+    def _notice_stall(self, ranks: Sequence[RankSnapshot], now_s: float) -> None:
+        """End a run that does not move: its stacks first, then as if the grace time were over."""
+        if self.stop is not None or self.agent is None or not self.progress.has_stalled(ranks, now_s):
+            return
+        workers = find_workers(self.agent.pid)
+        place = explain_stall(ranks, dump_stacks(self.paths, workers)) if workers else "no worker has started"
+        detail = f"no rank moved for {self.progress.timeout_s:g} s; {place}; stacks: {self.paths.logs_dir}/rank*.stacks"
+        self.stop = Stop(cause=StopCause.STALL, detail=detail, escalated_at=time.time())
+        self._end_now(now_s)
+        self._record(state=RunState.STOPPING, reason=detail)
 
     def _must_kill(self, now_s: float) -> bool:
         """Take the step of the stop protocol that is due; True if that is the last one."""
@@ -225,9 +266,18 @@ class _Run:
         started_s = time.monotonic()
         if started_s < self.next_snapshot_s:
             return
-        self.on_tick(read_snapshot(self.paths, time.time()))
+        snapshot = read_snapshot(self.paths, time.time())
+        self.watcher.on_tick(snapshot)
+        self._notice_stall(snapshot.ranks, started_s)
+        # killed, it told nobody; torchrun gives the others half a minute before it does
+        if self.failure_seen_s is None and any(rank.state == "gone" for rank in snapshot.ranks):
+            self.failure_seen_s = started_s
         taken_s = time.monotonic() - started_s
         self.next_snapshot_s = started_s + taken_s / _SNAPSHOT_TIME_FRAC
+
+    def _show_lines(self, lines: Iterable[tuple[int, str]]) -> None:
+        for rank, line in lines:
+            self.watcher.on_line(rank, line)
 
     # -- end ------------------------------------------------------------------------------------
 
@@ -244,6 +294,10 @@ class _Run:
 
     def _judge(self) -> Outcome:
         failures = read_failures(self.paths)
+        if self.stop is None and (cause := read_stop(self.paths)) is not None:
+            self.stop = Stop(cause=cause)
+        if self.stop is not None and self.stop.cause == StopCause.DATA_END and self.stop.forced_by:
+            failures = failures or tuple(read_early_leavers(self.paths))
         outcome = judge(
             captured=sum(count_lines(path) for path in list_manifests(self.paths)),
             target=self.plan.schedule.target,
@@ -253,6 +307,8 @@ class _Run:
             agent_log_path=self.paths.agent_log_path,
             now=time.time(),
         )
+        if self.signals.received:
+            outcome = replace(outcome, signalled=cause_of(self.signals.received[0]))
         if not outcome.failures:
             return outcome
         tail = read_log_tail(outcome.failures[0].log_path) or read_log_tail(self.paths.agent_log_path)
@@ -262,3 +318,19 @@ class _Run:
         self.next_snapshot_s = 0.0  # told at once, however long the last one took to read
         self.record = replace(self.record, **changes)  # type: ignore[arg-type]
         write_run_record(self.paths, self.record)
+
+
+def _start_agent(command: Sequence[str], env: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+    with log_path.open("ab") as log:
+        try:
+            # a session of its own: the terminal's Ctrl-C and hangup are the launcher's to pass on
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WorkerError(f"{command[0]} cannot be started: {error}") from error

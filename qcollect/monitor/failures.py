@@ -4,6 +4,9 @@ When one rank fails the others follow: torchrun ends them with SIGTERM, or their
 and they raise too. The first one is the cause. Two kinds of file tell: ``errors/rankNNNNN.json``,
 by a worker that could still write (exact time, type, message), and ``errors/agent.json``, by the
 agent (exit codes and signals of all, in the order seen, in whole seconds).
+
+A rank may also have left with 0 before the others were done: then their collectives break, torchrun
+names them, and the one that left is the cause (``progress/rankNNNNN.leave.json``).
 """
 
 import json
@@ -17,7 +20,9 @@ from qcollect.paths import RunPaths
 from qcollect.store.files import read_json, read_tail
 
 # A crash that is no answer to another rank's: these win a tie in time.
-_CRASH_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+# numbers of Linux, which other systems need not have: their records are read there
+_SIGKILL, _SIGTERM, _SIGABRT = 9, 15, 6
+_CRASH_SIGNALS = frozenset({4, 7, 8, _SIGKILL, 11})  # ILL, BUS, FPE, KILL, SEGV
 _LOG_TAIL_BYTES = 64 * 1024
 
 
@@ -42,19 +47,21 @@ class Failure:
     @property
     def was_ended(self) -> bool:
         """Whether it only followed the others: SIGTERM, and no exception of its own."""
-        return self.type is None and self.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        return self.type is None and self.exit_code in (-_SIGTERM, 128 + _SIGTERM)
 
     def describe(self) -> str:
         """One sentence without the log's path: ``rank 1 failed: ValueError: bad tokenizer path``."""
         who = "torchrun's agent" if self.rank is None else f"rank {self.rank}"
         if self.type is not None:
             return f"{who} failed: {self.type}: {self.message}" if self.message else f"{who} failed: {self.type}"
-        if self.signal_number == signal.SIGKILL:
+        if self.signal_number == _SIGKILL:
             return f"{who} was killed (signal 9), often out of memory"
         if self.signal_number is not None:
             return f"{who} was ended by signal {self.signal_number} ({_signal_name(self.signal_number)})"
         if self.exit_code is None:
             return f"{who} failed: {self.message or 'it did not say why'}"
+        if self.exit_code == 0:
+            return f"{who} left early (exit code 0) {self.message or ''}".rstrip()
         return f"{who} ended with exit code {self.exit_code}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +90,26 @@ def read_failures(paths: RunPaths) -> tuple[Failure, ...]:
     failures += [_merge({"rank": rank}, fields, paths) for rank, fields in sorted(told.items())]
     if agent and not failures:
         return (_agent_failure(agent, paths),)
+    if failures:
+        last_s = max(f.time_s for f in failures)
+        failures += [left for left in read_early_leavers(paths) if left.time_s <= last_s]
     return tuple(sorted(failures, key=_order))
+
+
+def read_early_leavers(paths: RunPaths) -> Iterable[Failure]:
+    """The ranks that left with 0 while others went on: their training ended, not by a common decision."""
+    for leave_path in sorted(paths.progress_dir.glob("rank*.leave.json")):
+        leave = read_json(leave_path) or {}
+        rank = leave.get("rank")
+        progress = (read_json(paths.progress_path(rank)) if isinstance(rank, int) else None) or {}
+        if isinstance(rank, int) and progress.get("state") != "done":
+            yield Failure(
+                rank=rank,
+                time_s=_seconds(leave.get("time")),
+                log_path=paths.log_path(rank),
+                exit_code=0,
+                message=f"after {progress.get('iteration', '?')} iteration(s); the others could not go on without it",
+            )
 
 
 def read_log_tail(path: Path, num_lines: int = 10) -> tuple[str, ...]:
@@ -112,7 +138,7 @@ def _merge(
         time_s = _seconds(told["time"])
     else:
         # an abort mostly answers another rank's end (gloo, NCCL's watchdog): the end of its whole second
-        seen_s = _seconds(entry.get("time")) + (0.999 if exit_code == -signal.SIGABRT else 0.0)
+        seen_s = _seconds(entry.get("time")) + (0.999 if exit_code == -_SIGABRT else 0.0)
         time_s = max(seen_s, not_before_s)
     return Failure(
         rank=entry["rank"],

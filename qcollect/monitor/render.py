@@ -21,6 +21,7 @@ _STATE_STYLES = {
     RunState.COMPLETED: "green",
     RunState.STOPPED: "yellow",
     RunState.FAILED: "bold red",
+    RunState.STALLED: "bold red",
     RunState.INTERRUPTED: "yellow",
     RunState.LOST: "bold red",
     RunState.UNKNOWN: "magenta",

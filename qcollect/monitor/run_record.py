@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self
 
-from qcollect.host.processes import ProcessId
+from qcollect.host.processes import ProcessId, parse_process
 from qcollect.paths import RunPaths
 from qcollect.store.files import read_json, write_json_atomic, write_json_in_place
 
@@ -25,6 +25,7 @@ class RunState(StrEnum):
     COMPLETED = "completed"
     STOPPED = "stopped"
     FAILED = "failed"
+    STALLED = "stalled"
     INTERRUPTED = "interrupted"
     LOST = "lost"
     UNKNOWN = "unknown"
@@ -87,8 +88,8 @@ class RunRecord:
             target=_count(fields.get("target")),
             world_size=_count(fields.get("world_size")),
             recipe_name=str(fields.get("recipe_name") or "?"),
-            launcher=_process(fields.get("launcher")),
-            agent=_process(fields.get("agent")),
+            launcher=parse_process(fields.get("launcher")),
+            agent=parse_process(fields.get("agent")),
             started_at=_from_iso(fields.get("started_at")),
             ended_at=_from_iso(fields.get("ended_at")),
             exit_code=fields["exit_code"] if isinstance(fields.get("exit_code"), int) else None,
@@ -126,14 +127,6 @@ def _state(value: object) -> RunState:
 
 def _count(value: object) -> int:
     return value if isinstance(value, int) and value >= 0 else 0
-
-
-def _process(value: object) -> ProcessId | None:
-    match value:
-        case {"pid": int(pid), "create_time": int() | float() as create_time} if pid > 0:
-            return ProcessId(pid=pid, create_time=float(create_time))
-        case _:
-            return None
 
 
 def _to_iso(time_s: float | None) -> str | None:

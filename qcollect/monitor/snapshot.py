@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from qcollect.errors import OutputError
-from qcollect.host.processes import process_is
+from qcollect.host.processes import ProcessId, parse_process, process_is
 from qcollect.monitor.failures import Failure, read_failures
 from qcollect.monitor.run_record import RunRecord, RunState, read_run_record
 from qcollect.paths import RunPaths, find_runs
 from qcollect.store.files import count_lines, read_json, read_tail
+from qcollect.store.folder import capture_dirs
 from qcollect.store.manifest import list_manifests
 
 # A heartbeat older than this is pointed out.
 STALE_AFTER_S = 30.0
+# a rank's last word; its process may be gone then
+ENDED = ("done", "left", "failed")
 _METRICS_TAIL_BYTES = 16 * 1024
 
 
@@ -31,9 +34,10 @@ _METRICS_TAIL_BYTES = 16 * 1024
 class RankSnapshot:
     """One rank: its own report (``progress``), its manifest, and whether its process lives.
 
-    ``state`` is the worker's word (loading, training, draining, done, failed), ``waiting`` before its
+    ``state`` is the worker's word (loading, training, draining, done, left, failed), ``waiting`` before its
     first report, ``gone`` when its process ended without one, ``ended`` when torchrun ended it because
-    another rank failed. ``age_s`` is the age of the report.
+    another rank failed. ``num_micro_batches`` counts those begun in the iteration; ``age_s`` is the age of the
+    report.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class RankSnapshot:
     local_rank: int | None = None
     pid: int | None = None
     iteration: int | None = None
+    num_micro_batches: int | None = None
     bytes: int | None = None
     device: str | None = None
     loss: float | None = None
@@ -125,7 +130,7 @@ def read_snapshot(
     now: float,
     *,
     hostname: str | None = None,
-    is_process: Callable[[object, object], bool] = process_is,
+    is_process: Callable[[ProcessId | None], bool] = process_is,
 ) -> RunSnapshot:
     """The run in ``paths`` at ``now``.
 
@@ -133,7 +138,7 @@ def read_snapshot(
         paths: a run folder; with a damaged ``run.json`` the run is lost, without one unknown.
         now: unix seconds.
         hostname: this machine's name; None asks it.
-        is_process: whether (pid, create_time) runs here.
+        is_process: whether this process runs here.
     """
     record = read_run_record(paths) or _record_without_file(paths)
     is_here = record.host == (socket.gethostname() if hostname is None else hostname)
@@ -214,13 +219,12 @@ def _record_without_file(paths: RunPaths) -> RunRecord:
     )
 
 
-def _current_state(record: RunRecord, is_here: bool, is_process: Callable[[object, object], bool]) -> RunState:
+def _current_state(record: RunRecord, is_here: bool, is_process: Callable[[ProcessId | None], bool]) -> RunState:
     if not record.state.is_active:
         return record.state
     if record.launcher is not None and not is_here:
         return RunState.UNKNOWN
-    is_running = record.launcher is not None and is_process(record.launcher.pid, record.launcher.create_time)
-    return record.state if is_running else RunState.LOST
+    return record.state if is_process(record.launcher) else RunState.LOST
 
 
 def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captured: int) -> str:
@@ -244,7 +248,7 @@ def _read_ranks(
     record: RunRecord,
     now: float,
     failures: tuple[Failure, ...],
-    is_process: Callable[[object, object], bool] | None,
+    is_process: Callable[[ProcessId | None], bool] | None,
 ) -> tuple[RankSnapshot, ...]:
     failure_of = {failure.rank: failure for failure in failures}
     progress = {rank: read_json(paths.progress_path(rank)) for rank in _known_ranks(paths, record)}
@@ -269,13 +273,13 @@ def _read_rank(
     planned_share: int | None,
     now: float,
     failure: Failure | None,
-    is_process: Callable[[object, object], bool] | None,
+    is_process: Callable[[ProcessId | None], bool] | None,
 ) -> RankSnapshot:
     state = str(fields.get("state") or "waiting")
     if failure is not None:
         state = "ended" if failure.was_ended else "failed"
-    elif fields and state not in ("done", "failed") and is_process is not None:
-        state = state if is_process(fields.get("pid"), fields.get("create_time")) else "gone"
+    elif fields and state not in ENDED and is_process is not None:
+        state = state if is_process(parse_process(fields)) else "gone"
     updated_at = _number(fields.get("updated_at"))
     return RankSnapshot(
         rank=rank,
@@ -285,6 +289,7 @@ def _read_rank(
         local_rank=_integer(fields.get("local_rank")),
         pid=_integer(fields.get("pid")),
         iteration=_integer(fields.get("iteration")),
+        num_micro_batches=_integer(fields.get("num_micro_batches")),
         bytes=_integer(fields.get("bytes")),
         device=None if fields.get("device") is None else str(fields["device"]),
         loss=_number(fields.get("loss")),
@@ -314,7 +319,7 @@ class _Files:
 def _scan_files(run_dir: Path) -> _Files:
     """The ``.pt`` files of the run folder and its ``iter*`` folders."""
     stats = []
-    for folder in (run_dir, *_iteration_folders(run_dir)):
+    for folder in capture_dirs(run_dir):
         try:
             with os.scandir(folder) as entries:
                 stats += [e.stat(follow_symlinks=False) for e in entries if _is_capture(e.name)]
@@ -327,14 +332,6 @@ def _scan_files(run_dir: Path) -> _Files:
         first_s=min(times, default=None),
         last_s=max(times, default=None),
     )
-
-
-def _iteration_folders(run_dir: Path) -> list[Path]:
-    try:
-        with os.scandir(run_dir) as entries:
-            return [Path(e.path) for e in entries if e.name.startswith("iter") and e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
 
 
 def _is_capture(name: str) -> bool:
@@ -375,7 +372,7 @@ def _warnings(state: RunState, ranks: tuple[RankSnapshot, ...], captured: int, n
     if not state.is_active and 0 < num_files < captured:
         warnings.append(f"{captured - num_files} manifest line(s) have no .pt file")
     stale = [r for r in ranks if state.is_active and r.age_s is not None and r.age_s > STALE_AFTER_S]
-    for rank in (r for r in stale if r.state not in ("done", "failed", "gone")):
+    for rank in (r for r in stale if r.state not in (*ENDED, "gone")):
         warnings.append(f"rank {rank.rank} has not reported for {rank.age_s:.0f} s")
     return warnings
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from qcollect.plan.devices import RankDevice
 from qcollect.plan.schedule import Schedule
 from qcollect.recipe.records import Recipe, recipe_from_dict
 
@@ -19,6 +20,7 @@ class Plan:
     ``agent_argv`` starts torchrun under supervision; ``torchrun_argv`` is the same launch as a user
     would type it. ``env`` holds what is set for the workers, ``unset`` what is removed from the
     inherited environment. ``excluded`` names the modules left in high precision by design.
+    ``devices`` has one entry a rank; a worker finds its own by local rank.
     """
 
     run_id: str
@@ -35,6 +37,7 @@ class Plan:
     script_args: tuple[str, ...]
     schedule: Schedule
     excluded: tuple[str, ...]
+    devices: tuple[RankDevice, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,6 +59,7 @@ class Plan:
             "shares": [self.schedule.share(rank) for rank in range(self.world_size)],
             "schedule": self.schedule.to_dict(),
             "excluded": list(self.excluded),
+            "devices": [device.to_dict() for device in self.devices],
             "warnings": list(self.warnings),
         }
 
@@ -80,6 +84,7 @@ class Plan:
             script_args=strings("script_args"),
             schedule=Schedule.from_dict(fields["schedule"]),
             excluded=strings("excluded"),
+            devices=tuple(RankDevice.from_dict(device) for device in fields.get("devices", ())),
             warnings=strings("warnings"),
         )
 

@@ -137,10 +137,16 @@ class Schedule:
     def target(self) -> int:
         return sum(self.share(rank) for rank in range(len(self.cuts)))
 
-    def num_bytes(self) -> int:
-        """Estimated size of all files."""
+    def num_bytes(self, iteration: int | None = None) -> int:
+        """Estimated size of all files, or of those of one iteration."""
         sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.captures]
-        return sum(sum(sizes[: cut.count]) for cuts in self.cuts for cut in cuts)
+        chosen = (cut for cuts in self.cuts for cut in cuts if iteration is None or cut.iteration == iteration)
+        return sum(sum(sizes[: cut.count]) for cut in chosen)
+
+    @property
+    def first_iteration(self) -> int:
+        """The first iteration that captures."""
+        return min((cut.iteration for cuts in self.cuts for cut in cuts), default=0)
 
     def ranks_without_backward(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` whose share is cut before its first backward capture; none if the list has no such."""

@@ -5,6 +5,7 @@ A validator here raises ValueError with what follows ``PLACE: KEY is VALUE;``, m
 """
 
 import math
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -118,14 +119,42 @@ def _vocabulary(words: tuple[str, ...]) -> PlainValidator:
     return PlainValidator(check)
 
 
-def _selector(value: Any, info: ValidationInfo) -> IndexSelector:
-    try:
-        check_selector(value, key=f"capture.{info.field_name}")
-    except SelectionError as error:
-        raise problem(str(error)) from None
-    if isinstance(value, str):
-        return value
-    return (value,) if isinstance(value, int) else tuple(value)
+def _selector_of(section: str) -> PlainValidator:
+    def check(value: Any, info: ValidationInfo) -> IndexSelector:
+        try:
+            check_selector(value, key=f"{section}.{info.field_name}")
+        except SelectionError as error:
+            raise problem(str(error)) from None
+        if isinstance(value, str):
+            return value
+        return (value,) if isinstance(value, int) else tuple(value)
+
+    return PlainValidator(check)
+
+
+def _duration(value: Any) -> float:
+    """Seconds of ``90``, ``90s``, ``15m``, ``1h30m``, ``2d`` or ``HH:MM:SS``."""
+    text = str(value).strip().lower()
+    clock = re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d)", text)
+    parts = re.fullmatch(r"(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+(?:\.\d+)?)s?)?", text)
+    if isinstance(value, bool) or not (clock or (parts and any(parts.groups()))):
+        raise ValueError("must be a duration, like 90 (seconds), 45m, 1h30m or 01:30:00")
+    numbers = [0, *clock.groups()] if clock else list(parts.groups()) if parts else []
+    seconds = sum(float(n or 0) * unit for n, unit in zip(numbers, (86400, 3600, 60, 1), strict=True))
+    if seconds <= 0:
+        raise ValueError("must be a duration above 0")
+    return seconds
+
+
+def _size(value: Any) -> int:
+    """Bytes of ``1000000``, ``20GB`` (powers of 1000) or ``20GiB`` (powers of 1024)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", str(value).strip().lower())
+    if isinstance(value, bool) or match is None or (match[3] and not match[2]):
+        raise ValueError("must be a size, like 500000000 (bytes), 20GB or 20GiB")
+    num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgtp".index(match[2] or " ")))
+    if num_bytes < 1:
+        raise ValueError("must be a size above 0")
+    return num_bytes
 
 
 def _device_ids(value: Any) -> tuple[str, ...]:
@@ -180,7 +209,10 @@ LayerTypes = Annotated[tuple[str, ...], _vocabulary(tuple(LayerType))]
 Operations = Annotated[tuple[str, ...], _vocabulary(tuple(Operation))]
 Phases = Annotated[tuple[str, ...], _vocabulary(tuple(Phase))]
 TensorNames = Annotated[tuple[str, ...], _vocabulary(TENSOR_NAMES)]
-Selector = Annotated[IndexSelector, PlainValidator(_selector)]
+Selector = Annotated[IndexSelector, _selector_of("capture")]
+Ranks = Annotated[IndexSelector, _selector_of("launch")]
+Duration = Annotated[float, PlainValidator(_duration)]
+Size = Annotated[int, PlainValidator(_size)]
 DeviceIds = Annotated[tuple[str, ...], PlainValidator(_device_ids)]
 QuantName = Annotated[str, PlainValidator(_quant_type)]
 QuantNames = Annotated[tuple[str, ...], PlainValidator(_quant_types)]

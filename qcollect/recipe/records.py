@@ -163,6 +163,10 @@ class LaunchSpec:
         device: ``auto``, ``cpu`` or ``cuda``.
         omp_num_threads: threads a worker; None: the cores shared out.
         grace_s: seconds workers get to end by themselves before they are signalled.
+        max_time: seconds after its start at which a run ends with the iteration it is in; None: no limit.
+        max_bytes: a run ends before the iteration whose captures would exceed it; None: no limit.
+        stall_timeout_s: seconds without progress of any rank after which a run is ended; None: never.
+        show_ranks: whose output also reaches the console, prefixed: ranks, or ``all``; None: nobody's.
     """
 
     nproc: int | None = None
@@ -170,6 +174,10 @@ class LaunchSpec:
     device: str = "auto"
     omp_num_threads: int | None = None
     grace_s: float = 30.0
+    max_time: float | None = None
+    max_bytes: int | None = None
+    stall_timeout_s: float | None = 600.0
+    show_ranks: IndexSelector | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,10 @@ class LaunchModel(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     omp_num_threads: f.Count | None = _LAUNCH.omp_num_threads
     grace_s: Annotated[f.Real, Field(gt=0)] = _LAUNCH.grace_s
+    max_time: f.Duration | None = _LAUNCH.max_time
+    max_bytes: f.Size | None = _LAUNCH.max_bytes
+    stall_timeout_s: Annotated[f.Real, Field(gt=0)] | None = _LAUNCH.stall_timeout_s
+    show_ranks: f.Ranks | None = _LAUNCH.show_ranks
 
 
 class RecipeModel(Section):

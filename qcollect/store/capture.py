@@ -7,6 +7,7 @@ It appears under its final name whole or not at all.
 
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import xxhash
 
 from qcollect.errors import CaptureError
 from qcollect.paths import temporary_path
+from qcollect.store.files import rename_new
 
 METADATA_SCHEMA = 1
 
@@ -75,7 +77,7 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         with temporary.open("xb") as file:
             hashing = _HashingFile(file)
             torch.save({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, hashing)  # type: ignore[arg-type]
-        _rename_new(temporary, path)
+        rename_new(temporary, path)
     except FileExistsError:
         temporary.unlink(missing_ok=True)
         raise
@@ -88,20 +90,6 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
     return StoredFile(path=path, num_bytes=hashing.num_bytes, xxh3_128=hashing.hash.hexdigest())
 
 
-def _rename_new(source: Path, target: Path) -> None:
-    """Rename that fails where ``target`` exists, which ``os.rename`` does not on POSIX."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links: check, then rename
-        if target.exists():
-            raise FileExistsError(target) from None
-        source.rename(target)
-    else:
-        source.unlink()
-
-
 def write_failure(path: Path, cause: Exception) -> CaptureError:
     """The error for a file or folder that could not be written: why, and the bytes and inodes that are free there."""
     reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
@@ -110,6 +98,8 @@ def write_failure(path: Path, cause: Exception) -> CaptureError:
 
 def _space_left(folder: Path) -> str:
     try:
+        if not hasattr(os, "statvfs"):  # Windows has no inodes
+            return f" ({shutil.disk_usage(folder).free:,} bytes free in {folder})"
         free = os.statvfs(folder)
     except OSError:
         return f" (the folder {folder} is gone)"
@@ -122,13 +112,34 @@ def load_capture(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
     Raises:
         CaptureError: the file is missing, torn, or not a capture.
     """
+    content = _load(path, mmap)
+    if not isinstance(content, dict) or "tensor" not in content or "metadata" not in content:
+        raise _no_capture(path)
+    return content
+
+
+def load_any_capture(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
+    """As ``load_capture``, also of older files: ``tensor_info`` and ``metadata`` are empty where a file has none.
+
+    Raises:
+        CaptureError: the file is missing, torn, or holds no tensor under ``tensor``.
+    """
+    content = _load(path, mmap)
+    if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
+        raise _no_capture(path)
+    sections = {name: content.get(name) for name in ("tensor_info", "metadata")}
+    return {**content, **{name: value if isinstance(value, dict) else {} for name, value in sections.items()}}
+
+
+def _load(path: Path | str, mmap: bool) -> Any:
     try:
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:
         raise CaptureError(f"{path}: cannot be loaded: {error}") from error
-    if not isinstance(content, dict) or "tensor" not in content or "metadata" not in content:
-        raise CaptureError(f"{path}: holds no capture (a dict with 'tensor', 'tensor_info' and 'metadata')")
-    return content
+
+
+def _no_capture(path: Path | str) -> CaptureError:
+    return CaptureError(f"{path}: holds no capture (a dict with 'tensor', 'tensor_info' and 'metadata')")
 
 
 def describe_tensor(tensor: torch.Tensor, source: torch.Tensor | None = None) -> dict[str, Any]:

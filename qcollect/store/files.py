@@ -7,12 +7,15 @@ by one write and counts once its newline is there, so what a killed writer left 
 import json
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from qcollect.paths import temporary_path
 
 _CHUNK_BYTES = 1 << 20
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)  # the one of POSIX, the other of Windows
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -50,6 +53,48 @@ def write_json_in_place(path: Path, record: dict[str, Any]) -> None:
         file.truncate()
 
 
+def rename_new(source: Path, target: Path) -> None:
+    """Rename that fails where ``target`` exists, which ``os.rename`` does not on POSIX.
+
+    Raises:
+        FileExistsError: ``target`` exists; ``source`` stays.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: check, then rename
+        if target.exists():
+            raise FileExistsError(target) from None
+        source.rename(target)
+    else:
+        source.unlink()
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[bool]:
+    """Take turns with others who lock the folder; False where there are no such locks.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not POSIX
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append ``record`` as one JSON line. A file has one writer; a torn tail it finds is dropped first.
 
@@ -58,7 +103,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         OSError: no space, or the folder is gone; no part of the line stays.
     """
     line = _encode(record)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FLAGS, 0o666)
     try:
         end = _drop_torn_tail(file)
         try:
@@ -111,13 +156,18 @@ def _encode(record: dict[str, Any]) -> bytes:
 def _drop_torn_tail(file: int) -> int:
     """Cut what follows the last newline; returns the file's size then."""
     end = os.fstat(file).st_size
-    if end == 0 or os.pread(file, 1, end - 1) == b"\n":
+    if end == 0 or _read_at(file, 1, end - 1) == b"\n":
         return end
     while end > 0:
         start = max(0, end - _CHUNK_BYTES)
-        newline = os.pread(file, end - start, start).rfind(b"\n")
+        newline = _read_at(file, end - start, start).rfind(b"\n")
         end = start + newline + 1
         if newline >= 0:
             break
     os.ftruncate(file, end)
     return end
+
+
+def _read_at(file: int, num_bytes: int, offset: int) -> bytes:
+    os.lseek(file, offset, os.SEEK_SET)  # appending does not mind
+    return os.read(file, num_bytes)

@@ -139,17 +139,20 @@ def collect(
 
 def settings_of_plan(plan: Plan) -> CollectorSettings:
     """The collector the launcher planned, for this process's rank."""
+    rank = detect_rank()
     return CollectorSettings(
         quant_type=plan.quant_type,
         policy=QuantPolicy.from_spec(plan.recipe.quant),
         schedule=plan.schedule,
         run_dir=plan.run_dir,
         run_id=plan.run_id,
-        rank=detect_rank(),
+        rank=rank,
         loss_scale=plan.recipe.train.loss_scale,
         by_iteration=plan.recipe.capture.layout == "by_iteration",
         is_planned=True,
         enabled=saving_enabled(),
+        max_bytes=plan.recipe.launch.max_bytes,
+        device=next((device for device in plan.devices if device.local_rank == rank.local_rank), None),
     )
 
 

@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +18,14 @@ from torch import nn
 
 from qcollect.errors import CaptureError, OutputError, UsageError
 from qcollect.paths import RunPaths
-from qcollect.plan.schedule import Cut, Schedule
+from qcollect.plan.devices import RankDevice
+from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
+from qcollect.plan.stop import StopCause, read_stop, request_stop
 from qcollect.vocab import RankInfo
 from qcollect.worker.frame import Frame, TakenCapture, Wanted, want_key
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
+from qcollect.worker.resume import Kept, keep, key_of
 from qcollect.worker.saver import Observation, Saver
 from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sites import install, unwrap
@@ -46,6 +50,8 @@ class CollectorSettings:
     by_iteration: bool = False
     is_planned: bool = False
     enabled: bool = True
+    max_bytes: int | None = None
+    device: RankDevice | None = None
 
 
 class Collector:
@@ -60,9 +66,14 @@ class Collector:
         self.rank = settings.rank
         self.seat = seat(settings.rank)
         self.cuts = settings.schedule.cuts[self.seat] if settings.enabled else ()
-        self.saver = Saver(settings.run_dir, run_id=settings.run_id, by_iteration=settings.by_iteration)
+        self.saver = Saver(
+            settings.run_dir, run_id=settings.run_id, by_iteration=settings.by_iteration, device=settings.device
+        )
         self.paths = RunPaths(settings.run_dir.absolute())
         self.share = sum(cut.count for cut in self.cuts)
+        # under the launcher a folder with captures is one whose run is resumed
+        self.kept = keep(self.paths, self.rank.rank) if settings.is_planned else Kept.of(self.paths.run_dir, ())
+        self._refuse_surplus()
         STATE.tracked.clear()  # what an earlier collector of this process tracked
         self.first_iteration, self._first_sample = STATE.iteration(), STATE.sample_idx()
         self.iteration = self.first_iteration
@@ -94,7 +105,7 @@ class Collector:
         begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
         handle = self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         self._undo.append(handle.remove)
-        self.progress.update(state="training", force=True)
+        self.progress.update(state="training", captured=self.num_captured, force=True)
         return self
 
     def __exit__(
@@ -104,8 +115,22 @@ class Collector:
             self._undo.pop()()
         self.frame = None
         if kind is None:
-            self.progress.update(state="done", force=True)
+            if self.settings.is_planned and not self._is_stopped:
+                self._announce_end()
+            self.progress.update(state="done" if self._is_stopped else "left", force=True)
             self._report_shortfall()
+
+    def _refuse_surplus(self) -> None:
+        if len(self.kept) > self.share and self.settings.enabled:
+            raise CaptureError(
+                f"rank {self.rank.rank}: {self.paths.manifest_path(self.rank.rank)} lists {len(self.kept)} captures, "
+                f"and the rank's share is {self.share}; see 'qcollect verify {self.paths.run_dir}'"
+            )
+
+    def _announce_end(self) -> None:
+        """This rank's training is over and nobody asked for it: the others are to end with it."""
+        with suppress(OSError):
+            request_stop(self.paths, StopCause.DATA_END)
 
     def _report_shortfall(self) -> None:
         """Where nobody else judges the run: nothing captured is an error, less than the share a warning."""
@@ -139,7 +164,7 @@ class Collector:
             num_samples=num_samples,
         )
         wanted = self._wanted()
-        self.frame = Frame(
+        frame = Frame(
             iteration=self.iteration,
             micro_batch=self.micro_batch,
             sample_idx=STATE.sample_idx(),
@@ -148,8 +173,17 @@ class Collector:
             wanted=wanted,
             sink=self._save,
         )
+        if self.kept:
+            self._drop_kept(frame)
         if wanted:
-            self._frames.append(self.frame)
+            self._frames.append(frame)
+        self.frame = frame
+        self.progress.update(num_micro_batches=self.micro_batch + 1)
+
+    def _drop_kept(self, frame: Frame) -> None:
+        for want, (_, planned) in list(frame.wanted.items()):
+            if not self.kept.wants(key_of(planned, frame, self.rank.rank)):
+                del frame.wanted[want]
 
     def _wanted(self) -> Wanted:
         wanted = {
@@ -159,7 +193,7 @@ class Collector:
             for counter, capture in self._places(cut)
         }
         if self.micro_batch == 0:
-            wanted |= self._shortfall.collect()
+            wanted |= self._shortfall.collect(scheduled=wanted)
         return wanted
 
     def _cuts_of_iteration(self) -> list[Cut]:
@@ -172,6 +206,10 @@ class Collector:
 
     def _save(self, taken: TakenCapture) -> None:
         planned, frame = taken.planned, taken.frame
+        key = key_of(planned, frame, self.rank.rank)
+        if key in self.kept.to_compare:
+            self.kept.compare(key, taken.tensor)
+            return
         seen = Observation(
             layer_type=planned.layer_type,
             layer_idx=planned.layer_idx,
@@ -196,7 +234,7 @@ class Collector:
             token_hash=frame.token_hash,
         )
         self.saver.save(taken.tensor, seen, taken.counter)
-        self.progress.update(captured=self.saver.num_saved, num_bytes=self.saver.num_bytes)
+        self.progress.update(captured=self.num_captured, num_bytes=self.saver.num_bytes)
 
     # ---- iterations ----------------------------------------------------------------------------
 
@@ -206,12 +244,12 @@ class Collector:
 
     @property
     def num_captured(self) -> int:
-        return self.saver.num_saved
+        return len(self.kept) + self.saver.num_saved
 
     @property
     def is_complete(self) -> bool:
         """Whether this rank has its share."""
-        return self.saver.num_saved >= self.share
+        return self.num_captured >= self.share
 
     def step(self, **metrics: float) -> bool:
         """End an iteration; all ranks call it together.
@@ -245,10 +283,8 @@ class Collector:
         self.frame = None
         self._frames.clear()
         STATE.track(iteration=self.iteration, micro_batch=0)
-        self.progress.update(iteration=self.iteration, loss=metrics.get("loss"))
-        stop = self._vote(
-            stop=self.paths.stop_path.exists(), unfinished=not (self.is_complete and self.settings.enabled)
-        )
+        self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=metrics.get("loss"))
+        stop = self._vote(stop=self.paths.stop_path.exists())
         if stop:
             self._is_stopped = True
             self.progress.update(state="draining", force=True)
@@ -261,12 +297,32 @@ class Collector:
         self.paths.metrics_path.parent.mkdir(parents=True, exist_ok=True)
         append_metrics(self.paths, line)
 
-    def _vote(self, *, stop: bool, unfinished: bool) -> bool:
-        flags = torch.tensor([int(stop), int(unfinished)], dtype=torch.int32)
+    def _vote(self, *, stop: bool) -> bool:
+        """Whether all ranks end now: one wants to or has, all have their share, or the next captures are too large."""
+        is_unfinished = not (self.is_complete and self.settings.enabled)
+        counts = torch.tensor([int(stop), int(is_unfinished), self._bytes_ahead()], dtype=torch.int64)
         if self._vote_group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._vote_group)
-        stop_asked, any_unfinished = flags.tolist()
-        return bool(stop_asked) or not any_unfinished
+            try:
+                dist.all_reduce(counts, group=self._vote_group)
+            except RuntimeError:
+                if read_stop(self.paths) != StopCause.DATA_END:
+                    raise
+                return True  # a rank's training is over, and the rank gone
+        num_asking, num_unfinished, bytes_ahead = counts.tolist()
+        if num_asking or not num_unfinished:
+            return True
+        if self.settings.max_bytes is None or bytes_ahead <= self.settings.max_bytes:
+            return False
+        if self.seat == 0:
+            request_stop(self.paths, StopCause.MAX_BYTES)
+        return True
+
+    def _bytes_ahead(self) -> int:
+        """What this rank's files come to with the next iteration that captures."""
+        sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.settings.schedule.captures]
+        ahead = [cut for cut in self.cuts if cut.iteration >= self.iteration - self.first_iteration]
+        following = [cut for cut in ahead if cut.iteration == ahead[0].iteration]
+        return self.kept.num_bytes + self.saver.num_bytes + sum(sum(sizes[: cut.count]) for cut in following)
 
 
 def seat(rank: RankInfo) -> int:

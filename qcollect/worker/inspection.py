@@ -1,5 +1,7 @@
 """The recipe's model on the meta device: its sites, without weights, data or accelerator memory."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -7,47 +9,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from qcollect.data.pairs import resolve_prefix
 from qcollect.errors import QcollectError
-from qcollect.plan.inspection import Inspection
+from qcollect.plan.finding import Finding, Level
+from qcollect.plan.inspection import Device, Inspection
 from qcollect.plan.schedule import ModuleSites
 from qcollect.recipe.records import QuantSpec, Recipe
-from qcollect.store.files import read_json
 from qcollect.vocab import Gemm, LayerType
-from qcollect.worker.dataset import is_text, make_batches
-from qcollect.worker.model import build_model, checkpoint_keys, load_config, refuse_missing
+from qcollect.worker.checkpoint import CHECK, CheckpointFiles, compare_tensors, read_checkpoint
+from qcollect.worker.data_checks import CHECK as DATA_CHECK
+from qcollect.worker.data_checks import check_data
+from qcollect.worker.model import build_empty, build_model, load_config
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import FoundModule, find_excluded, find_modules, install
 
-# a model's vocabulary may be padded a little beyond its tokenizer's
-SMALL_VOCABULARY_FRAC = 0.9
-
 
 def inspect_recipe(recipe: Recipe) -> Inspection:
-    """What the launcher must know before it starts: sites, excluded modules, devices, problems.
+    """What the launcher must know before it starts: sites, excluded modules, devices, findings about files.
 
     The model's forward runs once on the meta device; which tensors come by, in which shape and whether
-    with a gradient, is seen there. Findings about files are collected, not raised.
+    with a gradient, is seen there. What is found is collected, not raised.
     """
-    problems = _find_problems(recipe)
-    device, device_names = describe_devices()
-    model, modules = None, []
-    try:
-        model = meta_model(recipe)
-        modules = meta_sites(model, recipe)
-    except QcollectError as error:
-        problems.insert(0, str(error))
-    policy = QuantPolicy.from_spec(recipe.quant)
+    model, modules, findings = _examine_model(recipe)
     config: Any = None if model is None else model.config
+    data = check_data(recipe, None if config is None else int(config.vocab_size))
+    device, device_names = describe_devices()
+    excluded = find_excluded(model, QuantPolicy.from_spec(recipe.quant)) if model is not None else ()
     return Inspection(
         modules=tuple(modules),
-        excluded=tuple(find_excluded(model, policy)) if model is not None else (),
+        excluded=tuple(excluded),
         vocab_size=config.vocab_size if config is not None else 0,
         num_parameters=sum(p.numel() for p in model.parameters()) if model is not None else 0,
         device=device,
         device_names=device_names,
-        problems=tuple(dict.fromkeys(problems)),
-        warnings=tuple(find_warnings(recipe, config.vocab_size)) if config is not None else (),
+        devices=find_devices(),
+        torch_accelerator=torch_accelerator(),
+        num_samples=data.num_samples,
+        findings=tuple(dict.fromkeys([*findings, *data.findings])),
     )
 
 
@@ -61,20 +58,42 @@ def describe_devices() -> tuple[str, tuple[str, ...]]:
     return device.type, tuple(str(backend.get_device_name(i)) for i in range(torch.accelerator.device_count()))
 
 
-def meta_model(recipe: Recipe) -> nn.Module:
-    """The model in compute dtype on the meta device; a checkpoint's weights are checked by name only."""
-    import transformers
+def find_devices() -> tuple[Device, ...]:
+    """Each visible device with its memory. A device that cannot be asked has only a name."""
+    return tuple(_find_device(index, name) for index, name in enumerate(describe_devices()[1]))
 
-    config = load_config(recipe.model)
+
+def _find_device(index: int, name: str) -> Device:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    backend = getattr(torch, device.type)
+    free_bytes = total_bytes = capability = uuid = None
+    with suppress(RuntimeError, AttributeError):  # in use by a process that has it alone, or a backend without
+        free_bytes, total_bytes = backend.mem_get_info(index)
+    with suppress(RuntimeError, AttributeError):
+        properties = backend.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        uuid = str(properties.uuid)
+    return Device(name=name, free_bytes=free_bytes, total_bytes=total_bytes, capability=capability, uuid=uuid)
+
+
+def torch_accelerator() -> str | None:
+    """What this torch was built for beside the CPU (``CUDA 13.0``, ``ROCm 6.4``); None: nothing."""
+    named = (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip), ("XPU", getattr(torch.version, "xpu", None)))
+    return next((f"{name} {version}" for name, version in named if version), None)
+
+
+def meta_model(recipe: Recipe) -> nn.Module:
+    """The model in compute dtype on the meta device; of a checkpoint its configuration is read, no weights.
+
+    Raises:
+        CheckpointError: there is no configuration, or none of a causal language model.
+    """
+    config: Any = load_config(recipe.model)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.train.compute]
     if recipe.model.config is not None:
         return build_model(recipe.model, device="meta", dtype=dtype)
-    with torch.device("meta"):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied
-    missing = wanted - checkpoint_keys(Path(str(recipe.model.checkpoint)))
-    refuse_missing(str(recipe.model.checkpoint), sorted(missing))
+    model = build_empty(config, dtype, recipe.model.checkpoint)
     config.use_cache = False
     return model.train()
 
@@ -146,46 +165,54 @@ def _sites(found: FoundModule, sighting: _Sighting, policy: QuantPolicy) -> Modu
     )
 
 
-def _find_problems(recipe: Recipe) -> list[str]:
-    """What is wrong with the model's and the data's files; a sample of the data is read."""
-    problems = []
-    vocab_size = None
+def _examine_model(recipe: Recipe) -> tuple[nn.Module | None, list[ModuleSites], list[Finding]]:
+    """The model, its sites, and what is wrong with its files or speaks against it."""
+    checkpoint = None if recipe.model.checkpoint is None else Path(recipe.model.checkpoint)
+    has_weights = checkpoint is not None and checkpoint.is_dir()
+    files = read_checkpoint(checkpoint) if checkpoint is not None and has_weights else CheckpointFiles(findings=())
+    findings = list(files.findings)
     try:
-        config = load_config(recipe.model)
-        vocab_size = int(config.vocab_size)
-        longest = getattr(config, "max_position_embeddings", None)
-        if longest is not None and recipe.data.sequence_length > longest:
-            problems.append(
-                f"data.sequence_length is {recipe.data.sequence_length}, and the model's max_position_embeddings "
-                f"{longest}; shorten the sequence"
-            )
+        model = meta_model(recipe)
+        modules = meta_sites(model, recipe)
     except QcollectError as error:
-        problems.append(str(error))
-    try:
-        make_batches(recipe, rank=0, world_size=1, vocab_size=vocab_size)
-    except QcollectError as error:
-        problems.append(str(error))
-    return problems
+        return None, [], [Finding.of_error(CHECK, error), *findings]
+    if checkpoint is not None and not findings:
+        findings += _compare(checkpoint, files, model)
+    findings += _check_length(recipe, model)
+    return model, modules, [*findings, *_describe_model(recipe, model, files, findings)]
 
 
-def find_warnings(recipe: Recipe, vocab_size: int) -> list[str]:
-    """What is allowed and most likely not meant: data that another model's tokenizer made."""
-    if recipe.model.checkpoint is None:
+def _compare(checkpoint: Path, files: CheckpointFiles, model: Any) -> list[Finding]:
+    return compare_tensors(
+        checkpoint,
+        files.shapes,
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
+        prefix=str(getattr(model, "base_model_prefix", "")),
+        config=model.config.to_dict(),
+    )
+
+
+def _check_length(recipe: Recipe, model: nn.Module) -> list[Finding]:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is None or recipe.data.sequence_length <= longest:
         return []
-    warnings = []
-    for path in recipe.data.path:
-        prepared = {} if is_text(path) else read_json(Path(f"{_prefix(path)}.json")) or {}
-        size = prepared.get("vocab_size")
-        if isinstance(size, int) and size < SMALL_VOCABULARY_FRAC * vocab_size:
-            warnings.append(
-                f"{path} was prepared with the tokenizer {prepared.get('tokenizer')} of {size:,} ids, and the model "
-                f"has {vocab_size:,}; prepare it again with --tokenizer {recipe.model.checkpoint}"
-            )
-    return warnings
+    return [
+        Finding.problem(
+            DATA_CHECK,
+            f"data.sequence_length is {recipe.data.sequence_length}, and the model's max_position_embeddings {longest}",
+            "shorten the sequence",
+        )
+    ]
 
 
-def _prefix(path: str) -> Path:
-    try:
-        return resolve_prefix(path)
-    except QcollectError:
-        return Path(path)
+def _describe_model(
+    recipe: Recipe, model: nn.Module, files: CheckpointFiles, findings: Sequence[Finding]
+) -> list[Finding]:
+    if any(f.check == CHECK and f.level == Level.PROBLEM for f in findings):
+        return []
+    what = f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters"
+    if recipe.model.checkpoint is None:
+        return [Finding.ok(CHECK, f"none is needed: {what}, random from seed {recipe.model.seed}")]
+    tensors = f"{len(files.shapes)} tensors in {files.num_files} file(s), {files.num_bytes:,} bytes"
+    return [Finding.ok(CHECK, f"{recipe.model.checkpoint}: {what}; {tensors}")]

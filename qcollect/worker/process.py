@@ -6,6 +6,7 @@ python -m qcollect.worker --devices          devices as JSON on stdout
 """
 
 import atexit
+import errno
 import faulthandler
 import json
 import os
@@ -13,46 +14,55 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from qcollect.errors import ExitCode
 from qcollect.host.processes import PARENT_VARIABLE, die_with_parent
 from qcollect.paths import RunPaths
 
 PLAN_VARIABLE = "QCOLLECT_PLAN"
+_stacks_file: IO[bytes] | None = None
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> NoReturn:
     # a worker has a session of its own and would outlive the agent, an inspection a launcher that is interrupted
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(signal.SIGKILL, int(parent) if parent else None)
-    if len(arguments) == 3 and arguments[0] == "--inspect" and PLAN_VARIABLE not in os.environ:
-        return _inspect(Path(arguments[1]), Path(arguments[2]))
-    if list(arguments) == ["--devices"] and PLAN_VARIABLE not in os.environ:
-        return _print_devices()
-    return _work(list(arguments))
+    if PLAN_VARIABLE not in os.environ and answer(arguments):
+        _finish()
+    _work(list(arguments))
 
 
-def _inspect(recipe_path: Path, out_path: Path) -> int:
+def answer(arguments: Sequence[str]) -> bool:
+    """Answer what the launcher asks of a worker before there is a plan; False if it asks nothing."""
+    if len(arguments) == 3 and arguments[0] == "--inspect":
+        _inspect(Path(arguments[1]), Path(arguments[2]))
+    elif list(arguments) == ["--devices"]:
+        _print_devices()
+    else:
+        return False
+    return True
+
+
+def _inspect(recipe_path: Path, out_path: Path) -> None:
     from qcollect.recipe.records import recipe_from_dict
     from qcollect.store.files import write_json_atomic
     from qcollect.worker.inspection import inspect_recipe
 
     recipe = recipe_from_dict(json.loads(recipe_path.read_text(encoding="utf-8")))
     write_json_atomic(out_path, inspect_recipe(recipe).to_dict())
-    return ExitCode.OK
 
 
-def _print_devices() -> int:
+def _print_devices() -> None:
     from qcollect.worker.inspection import describe_devices
 
     device, names = describe_devices()
     print(json.dumps({"device": device, "devices": names}))  # noqa: T201
-    return ExitCode.OK
 
 
 def _work(script_args: list[str]) -> NoReturn:
@@ -61,16 +71,23 @@ def _work(script_args: list[str]) -> NoReturn:
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     _redirect_output(paths.log_path(rank))
     faulthandler.enable()
-    if hasattr(signal, "SIGUSR2"):
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
+    _dump_stacks_when_asked(paths, rank)
     try:
+        _reserve_error(paths, rank)
         _run_script(plan_path, script_args)
     except SystemExit as stop:
         if stop.code not in (None, 0):
             _fail(paths, rank, local_rank, stop)
     except BaseException as error:
         _fail(paths, rank, local_rank, error)
+    _leave(paths, rank)
     _finish()
+
+
+def _reserve_error(paths: RunPaths, rank: int) -> None:
+    from qcollect.worker.error_report import reserve_error
+
+    reserve_error(paths, rank)
 
 
 def _run_script(plan_path: Path, script_args: list[str]) -> None:
@@ -93,6 +110,30 @@ def _redirect_output(log_path: Path) -> None:
     os.close(descriptor)
 
 
+def _dump_stacks_when_asked(paths: RunPaths, rank: int) -> None:
+    """On SIGUSR2 all threads' stacks are written; the launcher asks when nothing moves any more."""
+    if not hasattr(signal, "SIGUSR2"):
+        return
+    global _stacks_file  # faulthandler keeps the descriptor, not the file
+    with suppress(OSError):  # a full disk: a run without this is better than none
+        _stacks_file = paths.stacks_path(rank).open("ab", buffering=0)
+        faulthandler.register(signal.SIGUSR2, file=_stacks_file, all_threads=True)
+        # said last: from now on the signal does not end this process
+        _stacks_file.write(f"rank {rank}, pid {os.getpid()}\n".encode())
+
+
+def _leave(paths: RunPaths, rank: int) -> None:
+    """When this rank left, for the launcher: if others fail later, it may have left them alone."""
+    from qcollect.store.files import write_json_atomic
+    from qcollect.worker.error_report import release_error
+
+    release_error(paths, rank)
+    with suppress(OSError):
+        write_json_atomic(paths.leave_path(rank), {"rank": rank, "time": time.time()})
+    with suppress(OSError):  # nobody will ask any more
+        paths.stacks_path(rank).unlink()
+
+
 def _finish() -> NoReturn:
     """End with 0: threads are waited for and exit handlers run, as when an interpreter ends.
 
@@ -105,13 +146,29 @@ def _finish() -> NoReturn:
     os._exit(ExitCode.OK)
 
 
-def _fail(paths: RunPaths, rank: int, local_rank: int, error: BaseException) -> NoReturn:
-    from qcollect.worker.progress import write_error
+def _explain(paths: RunPaths, rank: int, error: BaseException) -> BaseException:
+    """The error; one that says only that a disk is full, with the path and what is free there."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    from qcollect.store.capture import write_failure
 
-    traceback.print_exception(error)
-    with suppress(OSError):  # a full disk is what it may be about
+    path = Path(error.filename) if isinstance(error.filename, str) else paths.log_path(rank)
+    explained = write_failure(path, error)
+    explained.__cause__ = error
+    return explained
+
+
+def _fail(paths: RunPaths, rank: int, local_rank: int, error: BaseException) -> NoReturn:
+    from qcollect.worker.error_report import write_error
+
+    error = _explain(paths, rank, error)
+    # a full disk is what it may be about: then neither the log nor a new file has room
+    with suppress(OSError):
+        traceback.print_exception(error)
+    with suppress(OSError):
         write_error(paths, rank, local_rank, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     # no clean-up: destroying a process group whose peers wait in a collective can hang for ever
     os._exit(ExitCode.INTERNAL)

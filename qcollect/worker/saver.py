@@ -12,6 +12,7 @@ import torch
 
 from qcollect.errors import CaptureError
 from qcollect.paths import RunPaths
+from qcollect.plan.devices import RankDevice
 from qcollect.store.capture import (
     METADATA_SCHEMA,
     StoredFile,
@@ -82,11 +83,13 @@ class Saver:
         *,
         run_id: str,
         by_iteration: bool = False,
+        device: RankDevice | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.paths = RunPaths(run_dir.absolute())
         self.run_id = run_id
         self.by_iteration = by_iteration
+        self.device = _describe_device(device)
         self.clock = clock
         self.num_saved = 0
         self.num_bytes = 0
@@ -110,7 +113,7 @@ class Saver:
         is_readable = tensor.layout == torch.strided and tensor.device.type not in WITHOUT_FLOAT64
         tensor_info = describe_tensor(tensor if is_readable else value, source=tensor)
         now = self.clock()
-        metadata = _metadata(seen, self.run_id, now)
+        metadata = _metadata(seen, self.run_id, self.device, now)
         path, stored = self._write(value, tensor_info, metadata, seen, counter, now)
         self._list(stored, seen.rank.rank, tensor_info, metadata)
         self.num_saved += 1
@@ -181,7 +184,13 @@ def _name(seen: Observation, counter: int, now: datetime) -> str:
     ).build()
 
 
-def _metadata(seen: Observation, run_id: str, now: datetime) -> dict[str, Any]:
+def _describe_device(device: RankDevice | None) -> dict[str, Any]:
+    """Which GPU a rank computes on, as far as the launcher knows: what ``tensor_info.device`` does not say."""
+    names = ("visible_device", "gpu_name", "gpu_uuid", "gpu_index")
+    return {name: None if device is None else getattr(device, name) for name in names}
+
+
+def _metadata(seen: Observation, run_id: str, device: dict[str, Any], now: datetime) -> dict[str, Any]:
     known: dict[str, Any] = {
         "schema": METADATA_SCHEMA,
         "rank": seen.rank.rank,
@@ -209,6 +218,7 @@ def _metadata(seen: Observation, run_id: str, now: datetime) -> dict[str, Any]:
         "save_time": now.strftime("%Y-%m-%d %H:%M:%S"),
         "run_id": run_id,
         "sharding": seen.sharding,
+        **device,
     }
     converted: dict[str, Any] = plain({**(seen.extra or {}), **known})
     return converted

@@ -37,12 +37,12 @@ class Shortfall:
     _absent: set[WantKey] = field(default_factory=set)
     _num_idle: int = 0
 
-    def collect(self) -> Wanted:
-        """What is owed and one micro-batch can give, to be wanted in the one that begins; it is not owed any more."""
+    def collect(self, *, scheduled: Wanted) -> Wanted:
+        """What is owed and one micro-batch can give beside ``scheduled``; it is not owed any more."""
         wanted: Wanted = {}
         later = []
         for number, capture in self._owed:
-            replacement = self._replace(capture, taken=wanted)
+            replacement = self._replace(capture, taken=scheduled | wanted)
             if replacement is None:
                 later.append((number, capture))
             else:

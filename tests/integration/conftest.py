@@ -97,9 +97,10 @@ def qcollect_here() -> Iterator[Command]:
 
 
 def _ask_here(arguments: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    from qcollect.worker.process import main
+    from qcollect.worker.process import answer
 
-    return subprocess.CompletedProcess(list(arguments), main(arguments), stdout="", stderr="")
+    assert answer(arguments)
+    return subprocess.CompletedProcess(list(arguments), 0, stdout="", stderr="")
 
 
 @pytest.fixture(scope="session")
@@ -112,12 +113,13 @@ def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch in this process fails the test."""
-    supervisor = importlib.import_module("qcollect.launch.supervisor")
+    """A launch in this process fails the test; an agent that only waits for orders is not started either."""
+    prepared, supervisor = (importlib.import_module(f"qcollect.launch.{name}") for name in ("prepared", "supervisor"))
 
     def refuse(*args: object, **kwargs: object) -> None:
         pytest.fail("a worker was about to be started")
 
+    monkeypatch.setattr(prepared.PreparedAgent, "__enter__", lambda self: self)
     monkeypatch.setattr(supervisor.subprocess, "Popen", refuse)
 
 

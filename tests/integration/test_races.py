@@ -22,14 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 from qcollect.cli.console import fail
 from qcollect.errors import QcollectError
-from qcollect.launch.claim import claim
+from qcollect.launch.claim import ClaimMode, claim
 from qcollect.plan.record import Plan
 
 plan_path, start_at, number = sys.argv[1:]
 plan = replace(Plan.read(Path(plan_path)), run_id=f"starter-{number}", run_token=f"token-{number}")
 time.sleep(max(0.0, float(start_at) - time.time()))
 try:
-    claim(plan, overwrite=False, now=0.0)  # a clock that stands still
+    claim(plan, mode=ClaimMode.NEW, now=0.0)  # a clock that stands still
 except QcollectError as error:
     sys.exit(fail(str(error), error.exit_code).exit_code)
 print("mine", flush=True)

@@ -107,13 +107,13 @@ def test_a_failing_member_does_not_keep_the_others_from_being_done(first_call):
     assert sorted(path.name for path in out.iterdir()) == sorted(TYPES)
 
 
-def test_a_second_call_redoes_what_failed_and_leaves_the_rest_alone(second_call, arguments, list_tree):
+def test_a_second_call_resumes_what_failed_and_leaves_the_rest_alone(second_call, arguments, list_tree):
     (result, before), out = second_call, arguments[1]
     assert result.exit_code == 0, result.err
     assert [(r["quant_type"], r["action"]) for r in result.json["runs"]] == [
         ("bf16", "skip"),
         ("mxfp8", "skip"),
-        ("mxfp4", "redo"),
+        ("mxfp4", "resume"),
         ("hifp8", "skip"),
     ]
     assert {name for name in TYPES if list_tree(out / name) != before[name]} == {"mxfp4"}
@@ -139,7 +139,9 @@ def test_a_sweep_of_another_recipe_does_not_replace_what_is_there(
     before = list_tree(out)
     result = qcollect_here("sweep", "--all", *args, "--set", "train.learning_rate=0.5")
     assert result.exit_code == 3
-    assert f"{out / 'mxfp8'} holds a run whose train.learning_rate differs from this sweep's" in result.err
+    assert (
+        f"{out / 'mxfp8'} holds a run of other settings: train.learning_rate is 0.001 there and 0.5 now" in result.err
+    )
     assert "--overwrite" in result.err
     assert list_tree(out) == before
 

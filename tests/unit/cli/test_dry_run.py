@@ -3,9 +3,15 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from qcollect.cli import main
 from qcollect.cli.dry_run import describe_plan, print_plans
+from qcollect.plan.devices import RankDevice, assign_devices
+from qcollect.plan.inspection import Inspection
 from qcollect.plan.record import Plan
-from qcollect.plan.schedule import Cut
+from qcollect.plan.schedule import Cut, ModuleSites
+from qcollect.vocab import LayerType
 
 
 def lines_of(plan):
@@ -61,7 +67,153 @@ def test_json_is_one_plan_that_can_be_read_back_or_a_list(make_plan, capsys):
     assert len(json.loads(capsys.readouterr().out)) == 2
 
 
-def test_warnings_go_to_stderr_once(make_plan, capsys):
-    plan = replace(make_plan(), warnings=("too small",))
-    print_plans([plan, plan], as_json=False)
-    assert capsys.readouterr().err == "warning: too small\n"
+def test_ranks_are_told_with_their_devices_down_to_the_gpu(make_plan, capsys):
+    uuids = ("8932f937-d72c-4106-c12f-20bd9faed9f6", "1b2c3d4e-0000-1111-2222-333344445555")
+    devices = assign_devices(2, "cuda", ("NVIDIA H100",) * 2, uuids, visible_value="4,6", is_pci_order=True)
+    plan = replace(make_plan(), device="cuda", devices=devices)
+    lines = lines_of(plan)
+    start = lines.index("devices:")
+    assert lines[start + 1 : start + 3] == [
+        "  rank 0, local rank 0: cuda:0 = CUDA_VISIBLE_DEVICES entry 4 = NVIDIA H100 "
+        "(GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, index 4 of nvidia-smi)",
+        "  rank 1, local rank 1: cuda:1 = CUDA_VISIBLE_DEVICES entry 6 = NVIDIA H100 "
+        "(GPU-1b2c3d4e-0000-1111-2222-333344445555, index 6 of nvidia-smi)",
+    ]
+    print_plans([plan], as_json=True)
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["devices"][1] == {
+        "rank": 1,
+        "local_rank": 1,
+        "device": "cuda:1",
+        "device_index": 1,
+        "visible_device": "6",
+        "gpu_name": "NVIDIA H100",
+        "gpu_uuid": "GPU-1b2c3d4e-0000-1111-2222-333344445555",
+        "gpu_index": 6,
+    }
+    assert Plan.from_dict(fields) == plan
+
+
+def test_what_is_not_known_of_a_device_is_left_out(make_plan):
+    plan = replace(make_plan(), devices=assign_devices(2, "cpu", ()))
+    assert "  rank 1, local rank 1: cpu" in lines_of(plan)
+    bare = RankDevice(rank=0, local_rank=0, device="cuda:0", device_index=0, gpu_name="A\x1b[31m")
+    assert "  rank 0, local rank 0: cuda:0 = A\\x1b[31m" in lines_of(replace(plan, devices=(bare,)))
+
+
+# ---------------------------------------------------------------------------------------------
+# The command, on a machine whose torch sees four GPUs
+# ---------------------------------------------------------------------------------------------
+
+SITES = ModuleSites(
+    module="model.layers.0.self_attn",
+    layer_type=LayerType.ATTENTION,
+    layer_idx=0,
+    shapes={
+        f"{prefix}{name}": (1, 2, 4, 4) for prefix in ("", "grad_") for name in ("query", "key", "value", "output")
+    },
+)
+
+
+@pytest.fixture
+def dry_run(monkeypatch, tmp_path, capsys):
+    """(exit code, stdout, stderr) of a dry run where so many GPUs are visible under this CUDA_VISIBLE_DEVICES."""
+
+    def run(*flags, value=None, num_visible=4):
+        monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if value is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        inspection = Inspection(
+            modules=(SITES,),
+            excluded=(),
+            vocab_size=320,
+            num_parameters=1,
+            device="cuda" if num_visible else "cpu",
+            device_names=("NVIDIA H100",) * num_visible,
+        )
+        monkeypatch.setattr("qcollect.launch.inspect.inspect_recipe", lambda recipe: inspection)
+        arguments = ("run", "mxfp8", "--recipe", "tiny", "--target", "8", "--out", str(tmp_path / "out"), "--dry-run")
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, *flags])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("value", "entries"),
+    [
+        (None, [None] * 4),
+        ("2,3", ["2", "3"]),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"]),
+        ("GPU-8932f937", ["GPU-8932f937"]),
+        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", ["MIG-8932f937-d72c-4106-c12f-20bd9faed9f6"]),
+        ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", ["MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"]),
+        ("0,,1", ["0"]),
+    ],
+)
+def test_the_command_plans_a_process_a_visible_device(dry_run, value, entries):
+    code, out, _ = dry_run("--json", value=value, num_visible=len(entries))
+    plan = json.loads(out)
+    assert (code, plan["world_size"], plan["device"]) == (0, len(entries), "cuda")
+    assert [d["visible_device"] for d in plan["devices"]] == entries
+    assert [d["local_rank"] for d in plan["devices"]] == list(range(len(entries)))
+    assert plan["env"].get("CUDA_VISIBLE_DEVICES") == value
+    assert plan["torchrun_argv"][plan["torchrun_argv"].index("--nproc-per-node") + 1] == str(len(entries))
+    assert any("CUDA ignores it" in warning for warning in plan["warnings"]) == (value == "0,,1")
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_the_command_plans_a_run_on_the_cpu_where_all_devices_are_hidden(dry_run, value):
+    code, out, _ = dry_run(value=value, num_visible=0)
+    assert code == 0
+    assert out.startswith("mxfp8 (tiny, cpu, 1 process)\n")
+    assert "\ndevices:\n  rank 0, local rank 0: cpu\n" in out
+
+
+def test_the_command_shows_chosen_devices_within_those_of_a_job(dry_run):
+    code, out, _ = dry_run("--gpu-ids", "0,2,4,6", value="8,9,10,11,12,13,14,15")
+    assert code == 0
+    assert "\n  CUDA_VISIBLE_DEVICES=8,10,12,14\n" in out
+    assert "\n  rank 3, local rank 3: cuda:3 = CUDA_VISIBLE_DEVICES entry 14 = NVIDIA H100\n" in out
+    code, out, _ = dry_run("--gpu-ids", "0,2,4,6")
+    assert "\n  CUDA_DEVICE_ORDER=PCI_BUS_ID\n  CUDA_VISIBLE_DEVICES=0,2,4,6\n" in out
+    assert " = CUDA_VISIBLE_DEVICES entry 6 = NVIDIA H100 (index 6 of nvidia-smi)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "value", "num_visible", "code", "message"),
+    [
+        (
+            ("--nproc", "3"),
+            "2,3",
+            2,
+            3,
+            "--nproc 3 is more than the 2 visible cuda device(s) of CUDA_VISIBLE_DEVICES=2,3",
+        ),
+        (
+            ("--gpu-ids", "4"),
+            "2,3",
+            2,
+            3,
+            "--gpu-ids 4: 4 is out of range: CUDA_VISIBLE_DEVICES=2,3 is set and makes 2",
+        ),
+        (("--gpu-ids", "0"), "-1,0", 0, 3, "--gpu-ids 0: CUDA_VISIBLE_DEVICES=-1,0 makes no device visible (its entry"),
+        (
+            ("--set", "launch.device=cuda"),
+            "",
+            0,
+            3,
+            "launch.device is 'cuda', and this machine's torch sees 'cpu' only",
+        ),
+        ((), "1,1", 0, 3, "CUDA_VISIBLE_DEVICES=1,1 names a device twice (1); CUDA then sees none"),
+        (("--gpu-ids", "0,0"), None, 4, 2, "a device is named twice"),
+        (("--gpu-ids", "zero"), None, 4, 2, "--gpu-ids zero: 'zero' is no device"),
+    ],
+)
+def test_the_command_refuses_devices_that_cannot_be_had(dry_run, flags, value, num_visible, code, message):
+    refused, out, err = dry_run(*flags, value=value, num_visible=num_visible)
+    assert refused == code
+    assert out == ""
+    assert message in err

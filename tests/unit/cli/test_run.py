@@ -3,14 +3,14 @@ import signal
 import pytest
 
 import qcollect.cli
-from qcollect.cli import run
+from qcollect.cli import planning, run
 from qcollect.errors import OutputError, UsageError
 from qcollect.launch.outcome import Outcome
 from qcollect.monitor.run_record import RunState
 
 
 def load(*settings, target=None, nproc=None, gpu_ids=None, types=()):
-    return run._load("tiny", settings, target, nproc, gpu_ids, types)
+    return planning.load("tiny", settings, target, nproc, gpu_ids, types)
 
 
 def test_a_flag_wins_over_a_setting_and_a_setting_over_the_recipe():
@@ -31,20 +31,20 @@ def test_settings_are_checked_against_the_type_of_the_run_not_that_of_the_recipe
 @pytest.mark.parametrize("out", ["", "~", "~/x"])
 def test_an_output_folder_that_is_surely_not_meant_is_refused(out):
     with pytest.raises(UsageError, match="--out is "):
-        run._out_dir(out)
+        planning.resolve_out(out)
 
 
 def test_an_output_folder_is_absolute_and_otherwise_as_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run._out_dir("a [/x/y] b") == tmp_path / "a [/x/y] b"
-    assert run._out_dir("a~b") == tmp_path / "a~b"
+    assert planning.resolve_out("a [/x/y] b") == tmp_path / "a [/x/y] b"
+    assert planning.resolve_out("a~b") == tmp_path / "a~b"
 
 
 def test_a_dry_run_tells_what_would_forbid_the_run(capsys):
-    with run._refusing(dry_run=True):
+    with planning._refusing(dry_run=True):
         raise OutputError("/x holds a run")
     assert capsys.readouterr().err == "warning: as it is, the run would be refused: /x holds a run\n"
-    with pytest.raises(OutputError), run._refusing(dry_run=False):
+    with pytest.raises(OutputError), planning._refusing(dry_run=False):
         raise OutputError("/x holds a run")
 
 

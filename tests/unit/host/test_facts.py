@@ -1,9 +1,19 @@
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
-from qcollect.host.facts import detect_rank, disk_space, environment_report, num_cores, package_versions
+from qcollect.host.facts import (
+    FolderProbe,
+    detect_rank,
+    disk_space,
+    environment_report,
+    num_cores,
+    package_versions,
+    probe_folder,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +54,34 @@ def test_the_report_is_json_and_holds_only_the_variables_that_are_set(monkeypatc
     report = json.loads(json.dumps(environment_report()))
     assert report["variables"]["CUSTOM_QUANT_TYPE"] == "mxfp4"
     assert "TENSOR_SAVE_DIR" not in report["variables"]
+
+
+def test_a_folder_is_probed_with_a_file_that_is_gone_again(tmp_path):
+    probe = probe_folder(tmp_path)
+    assert (probe.problem, probe.can_link) == (None, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        ("touch", "cannot be written to: Read-only file system"),
+        ("rename", "cannot be used: a file in it cannot be renamed: Read-only file system"),
+    ],
+)
+def test_what_fails_in_a_folder_is_told_and_nothing_stays(tmp_path, monkeypatch, method, problem):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, method, refuse)
+    assert probe_folder(tmp_path).problem == problem
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_hard_links_is_told(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert probe_folder(tmp_path) == FolderProbe(folder=tmp_path, problem=None, can_link=False)
+    assert os.listdir(tmp_path) == []

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from qcollect.host.processes import (
     identify,
     kill_all,
     launch_environment,
+    parse_process,
     process_is,
     reap_adopted,
     wait_gone,
@@ -49,25 +51,41 @@ def until(condition):
 
 def test_process_is_known_by_pid_and_start_time():
     me = identify(os.getpid())
-    assert process_is(me.pid, me.create_time)
-    assert not process_is(me.pid, me.create_time - 60)
-    assert not process_is(1, me.create_time)
+    assert process_is(me)
+    assert not process_is(replace(me, pid=1))
+    assert parse_process(me.to_dict()) == me
+
+
+def test_start_time_in_ticks_decides_whatever_the_clock_says():
+    me = identify(os.getpid())
+    assert process_is(replace(me, create_time=me.create_time - 3600))
+    boot_id, ticks = me.started.split(":")
+    assert not process_is(replace(me, started=f"{boot_id}:{int(ticks) + 1}"))
+    assert not process_is(replace(me, started=f"other:{ticks}"))
+
+
+def test_without_ticks_the_start_time_by_the_clock_decides():
+    me = replace(identify(os.getpid()), started=None)
+    assert process_is(me)
+    assert process_is(replace(me, create_time=me.create_time + 1))
+    assert not process_is(replace(me, create_time=me.create_time - 60))
 
 
 @pytest.mark.parametrize("pid", [None, "", "12", 0, -1, True, 2**80, 1.5, {}])
 @pytest.mark.parametrize("create_time", [None, "x", 5.0])
 def test_garbage_is_no_process(pid, create_time):
-    assert not process_is(pid, create_time)
-    assert not process_is(os.getpid(), create_time)
+    assert not process_is(parse_process({"pid": pid, "create_time": create_time}))
+    assert not process_is(parse_process({"pid": os.getpid(), "create_time": create_time}))
+    assert not process_is(parse_process({"pid": os.getpid()}))
 
 
 def test_ended_process_is_not_running_before_and_after_it_is_reaped(token):
     process = start(token, "pass")
     who = identify(process.pid)
     until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
-    assert not process_is(who.pid, who.create_time)
+    assert not process_is(who)
     process.wait()
-    assert not process_is(who.pid, who.create_time)
+    assert not process_is(who)
     assert identify(process.pid) is None
 
 

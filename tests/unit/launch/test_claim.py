@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from qcollect.errors import ExitCode, OutputError
-from qcollect.launch.claim import claim
+from qcollect.launch.claim import ClaimMode, claim
 from qcollect.monitor.run_record import RunState, read_run_record
 from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
@@ -35,14 +35,14 @@ def edit_record(paths, **changes):
 @pytest.fixture
 def dead_run(make_plan):
     """A run folder whose launcher was killed while it ran."""
-    paths = claim(make_plan(name="old"), overwrite=False, now=NOW).paths
+    paths = claim(make_plan(name="old"), mode=ClaimMode.NEW, now=NOW).paths
     edit_record(paths, state="running", launcher=GONE)
     return paths
 
 
 def test_claimed_folder_has_its_plan_its_record_and_its_folders(make_plan):
     plan = make_plan()
-    claimed = claim(plan, overwrite=False, now=NOW)
+    claimed = claim(plan, mode=ClaimMode.NEW, now=NOW)
     assert claimed.paths == RunPaths(plan.run_dir)
     assert Plan.read(claimed.paths.plan_path) == plan
     assert read_run_record(claimed.paths) == claimed.record
@@ -75,24 +75,24 @@ def test_claimed_folder_has_its_plan_its_record_and_its_folders(make_plan):
 
 def test_folder_in_use_is_refused_with_who_uses_it(make_plan):
     plan = make_plan(name="first")
-    claim(plan, overwrite=False, now=NOW)
-    for overwrite in (False, True):
+    claim(plan, mode=ClaimMode.NEW, now=NOW)
+    for mode in ClaimMode:
         with pytest.raises(OutputError) as error:
-            claim(make_plan(name="second"), overwrite=overwrite, now=NOW)
+            claim(make_plan(name="second"), mode=mode, now=NOW)
         assert str(error.value) == (
             f"{plan.run_dir} is in use by run run-first (starting, pid {os.getpid()} on {socket.gethostname()}, "
-            f"started 2024-12-01 14:30:22+00:00); let it end, "
+            f"started 2024-12-01 14:30:22+00:00); end it with 'qcollect stop {plan.run_dir}', "
             "or choose another folder with --out"
         )
         assert error.value.exit_code == ExitCode.PREFLIGHT
 
 
 def test_folder_of_an_ended_run_is_refused_with_what_to_do(make_plan):
-    paths = claim(make_plan(name="first"), overwrite=False, now=NOW).paths
+    paths = claim(make_plan(name="first"), mode=ClaimMode.NEW, now=NOW).paths
     edit_record(paths, state="completed")
     before = listing(paths.run_dir)
     with pytest.raises(OutputError, match="already holds run run-first.*--overwrite.*--out"):
-        claim(make_plan(name="second"), overwrite=False, now=NOW)
+        claim(make_plan(name="second"), mode=ClaimMode.NEW, now=NOW)
     assert listing(paths.run_dir) == before
 
 
@@ -102,7 +102,7 @@ def test_folder_of_an_ended_run_is_refused_with_what_to_do(make_plan):
 )
 def test_stale_record_does_not_keep_a_folder(make_plan, dead_run, launcher):
     edit_record(dead_run, launcher=launcher)
-    claim(make_plan(name="new"), overwrite=True, now=NOW)
+    claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
     assert read_run_record(dead_run).run_id == "run-new"
 
 
@@ -110,8 +110,8 @@ def test_stale_record_does_not_keep_a_folder(make_plan, dead_run, launcher):
 def test_damaged_record_is_replaced_when_asked(make_plan, dead_run, content):
     dead_run.run_path.write_bytes(content)
     with pytest.raises(OutputError, match=r"already holds a run without a readable run\.json"):
-        claim(make_plan(name="new"), overwrite=False, now=NOW)
-    claim(make_plan(name="new"), overwrite=True, now=NOW)
+        claim(make_plan(name="new"), mode=ClaimMode.NEW, now=NOW)
+    claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
     assert read_run_record(dead_run).run_id == "run-new"
 
 
@@ -119,8 +119,8 @@ def test_run_of_another_host_is_alive_while_its_files_change(make_plan, dead_run
     edit_record(dead_run, host="elsewhere")
     changed_at = dead_run.run_path.stat().st_mtime
     with pytest.raises(OutputError, match="in use by run run-old .* on elsewhere"):
-        claim(make_plan(name="new"), overwrite=True, now=changed_at + 500)
-    claim(make_plan(name="new"), overwrite=True, now=changed_at + 700)
+        claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=changed_at + 500)
+    claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=changed_at + 700)
 
 
 def test_overwrite_removes_what_the_manifests_name_and_nothing_else(make_plan, dead_run):
@@ -139,7 +139,7 @@ def test_overwrite_removes_what_the_manifests_name_and_nothing_else(make_plan, d
     unfinished = run_dir / f".{NAME}.0123456789ab.tmp"
     unfinished.write_bytes(b"half")
 
-    claim(make_plan(name="new"), overwrite=True, now=NOW)
+    claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
 
     assert outside.exists()
     kept = [name for name in listing(run_dir) if not name.startswith(".qcollect")]
@@ -151,7 +151,7 @@ def test_overwrite_removes_what_the_manifests_name_and_nothing_else(make_plan, d
 def test_iteration_folder_with_files_of_others_stays(make_plan, dead_run):
     add_capture(dead_run, "iter00001/" + NAME)
     (dead_run.run_dir / "iter00001" / "notes.txt").touch()
-    claim(make_plan(name="new"), overwrite=True, now=NOW)
+    claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
     assert [p.name for p in (dead_run.run_dir / "iter00001").iterdir()] == ["notes.txt"]
 
 
@@ -159,9 +159,9 @@ def test_captures_no_manifest_names_are_never_touched(make_plan, tmp_path):
     run_dir = tmp_path / "out" / "mxfp8"
     (run_dir / "iter00000").mkdir(parents=True)
     (run_dir / "iter00000" / "old.pt").write_bytes(b"old")
-    for overwrite in (False, True):
+    for mode in (ClaimMode.NEW, ClaimMode.OVERWRITE):
         with pytest.raises(OutputError) as error:
-            claim(make_plan(), overwrite=overwrite, now=NOW)
+            claim(make_plan(), mode=mode, now=NOW)
         assert str(error.value) == (
             f"{run_dir} holds 1 .pt file(s) that no manifest names, such as iter00000/old.pt; nothing was changed. "
             "Choose another folder with --out, or move them away"
@@ -174,7 +174,7 @@ def test_overwrite_refuses_before_it_removes_anything_if_a_capture_is_not_named(
     (dead_run.run_dir / "other.pt").write_bytes(b"other")
     before = listing(dead_run.run_dir)
     with pytest.raises(OutputError, match="such as other.pt; nothing was changed"):
-        claim(make_plan(name="new"), overwrite=True, now=NOW)
+        claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
     assert listing(dead_run.run_dir) == before
 
 
@@ -184,21 +184,21 @@ def test_damaged_manifest_refuses_the_claim(make_plan, dead_run):
         file.write(b"garbage\n")
     before = listing(dead_run.run_dir)
     with pytest.raises(OutputError, match=r"rank00000\.jsonl:2: no manifest line"):
-        claim(make_plan(name="new"), overwrite=True, now=NOW)
+        claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
     assert listing(dead_run.run_dir) == before
 
 
 def test_displaced_run_left_by_a_crash_is_finished_at_the_next_claim(make_plan, dead_run):
     add_capture(dead_run, NAME)
     dead_run.state_dir.rename(dead_run.displaced_dir("crashed"))
-    claim(make_plan(name="new"), overwrite=False, now=NOW)
+    claim(make_plan(name="new"), mode=ClaimMode.NEW, now=NOW)
     assert [name for name in listing(dead_run.run_dir) if "/" not in name] == [".qcollect"]
 
 
 def test_claim_that_was_prepared_and_never_made_leaves_nothing(make_plan, tmp_path):
     run_dir = tmp_path / "out" / "mxfp8"
     (run_dir / "..qcollect.deadbeef.tmp" / "manifest").mkdir(parents=True)
-    claim(make_plan(), overwrite=False, now=NOW)
+    claim(make_plan(), mode=ClaimMode.NEW, now=NOW)
     assert [p.name for p in run_dir.iterdir()] == [".qcollect"]
 
 
@@ -211,33 +211,33 @@ def test_claim_is_withdrawn_if_the_old_run_cannot_be_removed(make_plan, dead_run
     with monkeypatch.context() as patched:
         patched.setattr(type(dead_run.run_dir), "unlink", refuse)
         with pytest.raises(OutputError, match="Permission denied"):
-            claim(make_plan(name="new"), overwrite=True, now=NOW)
+            claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
     assert not dead_run.state_dir.exists()
-    claim(make_plan(name="newer"), overwrite=False, now=NOW)
+    claim(make_plan(name="newer"), mode=ClaimMode.NEW, now=NOW)
     assert not (dead_run.run_dir / NAME).exists()
 
 
 def test_file_in_the_way_is_explained(make_plan, tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(OutputError, match=r"mxfp8 cannot be used: Not a directory .*--out"):
-        claim(make_plan(), overwrite=False, now=NOW)
+        claim(make_plan(), mode=ClaimMode.NEW, now=NOW)
     (tmp_path / "out").unlink()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mxfp8").write_text("a file")
     with pytest.raises(OutputError, match=r"mxfp8 cannot be used: File exists .*--out"):
-        claim(make_plan(), overwrite=False, now=NOW)
+        claim(make_plan(), mode=ClaimMode.NEW, now=NOW)
     (tmp_path / "out" / "mxfp8").unlink()
     (tmp_path / "out" / "mxfp8").mkdir()
     (tmp_path / "out" / "mxfp8" / ".qcollect").write_text("a file")
     with pytest.raises(OutputError, match=r"\.qcollect is not a folder"):
-        claim(make_plan(), overwrite=True, now=NOW)
+        claim(make_plan(), mode=ClaimMode.OVERWRITE, now=NOW)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
 def test_folder_that_cannot_be_written_is_explained(make_plan, tmp_path):
     (tmp_path / "out").mkdir(mode=0o500)
     with pytest.raises(OutputError, match="Permission denied"):
-        claim(make_plan(), overwrite=False, now=NOW)
+        claim(make_plan(), mode=ClaimMode.NEW, now=NOW)
 
 
 def test_claim_works_where_there_are_no_locks(make_plan, monkeypatch):
@@ -245,9 +245,9 @@ def test_claim_works_where_there_are_no_locks(make_plan, monkeypatch):
         raise OSError(9, "Bad file descriptor")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    claim(make_plan(name="first"), overwrite=False, now=NOW)
+    claim(make_plan(name="first"), mode=ClaimMode.NEW, now=NOW)
     with pytest.raises(OutputError, match="in use by run run-first"):
-        claim(make_plan(name="second"), overwrite=False, now=NOW)
+        claim(make_plan(name="second"), mode=ClaimMode.NEW, now=NOW)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -255,20 +255,20 @@ def test_claim_works_where_there_are_no_locks(make_plan, monkeypatch):
 # ---------------------------------------------------------------------------------------------
 
 
-def _start(plan, overwrite, together, done, results):
+def _start(plan, mode, together, done, results):
     together.wait()
     try:
-        claim(plan, overwrite=overwrite, now=NOW)
+        claim(plan, mode=mode, now=NOW)
         results.put((plan.run_id, None))
     except OutputError as error:
         results.put((plan.run_id, str(error)))
     done.wait()  # the winner lives until all have tried
 
 
-def start_at_once(plans, overwrite):
+def start_at_once(plans, mode):
     context = multiprocessing.get_context("fork")
     together, done, results = context.Barrier(len(plans)), context.Barrier(len(plans) + 1), context.Queue()
-    processes = [context.Process(target=_start, args=(plan, overwrite, together, done, results)) for plan in plans]
+    processes = [context.Process(target=_start, args=(plan, mode, together, done, results)) for plan in plans]
     for process in processes:
         process.start()
     answers = dict(results.get(timeout=30) for _ in plans)
@@ -283,7 +283,7 @@ def test_of_ten_starters_at_once_exactly_one_wins_and_the_others_name_it(make_pl
     if not has_locks:
         monkeypatch.setattr("fcntl.flock", lambda file, operation: (_ for _ in ()).throw(OSError(9, "no locks")))
     plans = [make_plan(name=str(i)) for i in range(10)]
-    answers = start_at_once(plans, overwrite=False)
+    answers = start_at_once(plans, ClaimMode.NEW)
     winners = [run_id for run_id, error in answers.items() if error is None]
     paths = RunPaths(plans[0].run_dir)
     assert len(winners) == 1
@@ -295,7 +295,7 @@ def test_of_ten_starters_at_once_exactly_one_wins_and_the_others_name_it(make_pl
 
 def test_of_ten_overwriters_at_once_exactly_one_wins(make_plan, dead_run):
     add_capture(dead_run, NAME)
-    answers = start_at_once([make_plan(name=str(i)) for i in range(10)], overwrite=True)
+    answers = start_at_once([make_plan(name=str(i)) for i in range(10)], ClaimMode.OVERWRITE)
     winners = [run_id for run_id, error in answers.items() if error is None]
     assert len(winners) == 1
     assert read_run_record(dead_run).run_id == winners[0]
@@ -305,4 +305,4 @@ def test_of_ten_overwriters_at_once_exactly_one_wins(make_plan, dead_run):
 
 def test_ten_folders_have_ten_owners(make_plan, tmp_path):
     plans = [make_plan(tmp_path / f"out{i}" / "mxfp8", name=str(i)) for i in range(10)]
-    assert set(start_at_once(plans, overwrite=False).values()) == {None}
+    assert set(start_at_once(plans, ClaimMode.NEW).values()) == {None}

@@ -46,9 +46,9 @@ def test_the_worker_sees_the_chosen_devices_and_nothing_of_a_launch_around_it(an
     for name in ("RANK", "MASTER_PORT", "PET_NNODES", "QCOLLECT_PLAN", "QCOLLECT_RUN_TOKEN", "QCOLLECT_PARENT"):
         monkeypatch.setenv(name, "1")
     asked = answer(inspection=INSPECTION)
-    inspect.inspect_recipe(load_recipe("tiny", ["launch.gpu_ids=[GPU-8932f937, 2]"]))
+    inspect.inspect_recipe(load_recipe("tiny", ["launch.gpu_ids=[GPU-8932f937, GPU-1b2c]"]))
     environment = asked["env"]
-    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-8932f937,2"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-8932f937,GPU-1b2c"
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert not {"RANK", "MASTER_PORT", "PET_NNODES", "QCOLLECT_PLAN", "QCOLLECT_RUN_TOKEN"} & set(environment)
 

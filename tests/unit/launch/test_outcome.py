@@ -34,12 +34,21 @@ def test_target_reached_in_the_iteration_of_a_stop_is_completed():
     assert end(stop=Stop(cause=StopCause.SIGINT))[:2] == (RunState.COMPLETED, ExitCode.OK)
 
 
-@pytest.mark.parametrize("captured", [0, 49, 51])
-def test_clean_end_without_the_exact_target_is_a_failure(captured):
+@pytest.mark.parametrize("captured", [0, 49])
+def test_clean_end_before_the_target_is_a_stop(captured):
     assert end(captured=captured) == (
+        RunState.STOPPED,
+        ExitCode.STOPPED,
+        f"the training came to its end (data or iterations) with {captured} of 50 captures; "
+        "the workers' logs: /run/.qcollect/logs",
+    )
+
+
+def test_more_captures_than_the_target_are_a_failure():
+    assert end(captured=51) == (
         RunState.FAILED,
         ExitCode.WORKER,
-        f"the run ended with {captured} of 50 captures; the workers' logs: /run/.qcollect/logs",
+        "the run ended with 51 of 50 captures; the workers' logs: /run/.qcollect/logs",
     )
 
 

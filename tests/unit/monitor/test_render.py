@@ -3,10 +3,11 @@ import io
 import pytest
 from rich.console import Console
 
+from qcollect.host.processes import ProcessId
 from qcollect.monitor.render import format_bytes, format_duration, plain_line, printable, render_status
 from qcollect.monitor.snapshot import read_snapshot
 
-EVERYBODY = {(10, 5.0), (100, 6.0), (101, 6.0)}
+EVERYBODY = {ProcessId(pid=p, create_time=t) for p, t in ((10, 5.0), (100, 6.0), (101, 6.0))}
 
 
 def show(renderable, *, width=120, terminal=False):
@@ -18,7 +19,7 @@ def show(renderable, *, width=120, terminal=False):
 @pytest.fixture
 def snapshot(make_run, now):
     def snapshot(run):
-        return read_snapshot(run.paths, now, hostname="here", is_process=lambda *who: who in EVERYBODY)
+        return read_snapshot(run.paths, now, hostname="here", is_process=EVERYBODY.__contains__)
 
     return snapshot
 

@@ -4,16 +4,17 @@ import os
 import pytest
 
 from qcollect.errors import ExitCode, OutputError
+from qcollect.host.processes import ProcessId
 from qcollect.monitor.run_record import RunState
 from qcollect.monitor.snapshot import read_snapshot, summarize_directory
 
-EVERYBODY = {(10, 5.0), (100, 6.0), (101, 6.0)}
+EVERYBODY = {ProcessId(pid=p, create_time=t) for p, t in ((10, 5.0), (100, 6.0), (101, 6.0))}
 
 
 @pytest.fixture
 def read(now):
     def read(run, *, hostname="here", processes=EVERYBODY, at=now):
-        return read_snapshot(run.paths, at, hostname=hostname, is_process=lambda *who: who in processes)
+        return read_snapshot(run.paths, at, hostname=hostname, is_process=processes.__contains__)
 
     return read
 
@@ -77,7 +78,9 @@ def test_phase_of_a_running_run(make_run, read, states, captured, phase):
 def test_run_whose_launcher_is_gone_is_lost(make_run, read, recorded):
     run = make_run()
     run.record(state=recorded)
-    assert read(run, processes={(10, 99.0)}).state == RunState.LOST  # the pid belongs to another process now
+    assert (
+        read(run, processes={ProcessId(pid=10, create_time=99.0)}).state == RunState.LOST
+    )  # the pid belongs to another process now
 
 
 @pytest.mark.parametrize("launcher", [None, {}, {"pid": "", "create_time": 5.0}, {"pid": 0, "create_time": 5.0}])
@@ -123,7 +126,7 @@ def test_worker_that_vanished_is_gone_and_one_that_told_why_has_failed(make_run,
         run.progress(rank)
     run.rank_error(1, time=100.0)
     run.agent_error((2, -15, 100))
-    snapshot = read(run, processes={(10, 5.0)})
+    snapshot = read(run, processes={ProcessId(pid=10, create_time=5.0)})
     assert [r.state for r in snapshot.ranks] == ["gone", "failed", "ended"]
     assert snapshot.num_ranks_ok == 0
     assert snapshot.failures[0].describe() == "rank 1 failed: ValueError: bad tokenizer path"

@@ -11,6 +11,7 @@ from qcollect.recipe.records import CaptureSpec, LaunchSpec, QuantSpec, Recipe, 
 Write = Callable[[str], str]
 Refusals = Callable[..., list[str]]
 CONFIG = "vocab_size: 32, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 4"
+LAUNCH_KEYS = "nproc, gpu_ids, device, omp_num_threads, grace_s, max_time, max_bytes, stall_timeout_s, show_ranks"
 
 
 def test_defaults_are_those_of_the_records(write_recipe: Write, minimal: str) -> None:
@@ -119,9 +120,9 @@ def test_all_errors_are_listed_in_the_order_of_the_file_then_of_the_overrides(re
         ("train: {betas: 0.9}", "train.betas is 0.9; must be a list of two numbers"),
         ("train: {betas: [0.9, 1]}", "train.betas is [0.9, 1]; must be two numbers from 0 to below 1"),
         ("train: {compute: fp16}", "train.compute is 'fp16'; known: bf16, fp32."),
-        ("launch: 5", "launch is 5; must be a section with keys of: nproc, gpu_ids, device, omp_num_threads, grace_s"),
+        ("launch: 5", f"launch is 5; must be a section with keys of: {LAUNCH_KEYS}"),
         ("launch: [a]",
-         "launch is ['a']; must be a section with keys of: nproc, gpu_ids, device, omp_num_threads, grace_s"),
+         f"launch is ['a']; must be a section with keys of: {LAUNCH_KEYS}"),
         ("quant: {scale_rule: flor}",
          "quant.scale_rule is 'flor'; known: floor, ceil, even, rceil. Did you mean 'floor'?"),
         ("quant: {block_size: 0}", "quant.block_size is 0; must be at least 1"),
@@ -163,8 +164,21 @@ def test_all_errors_are_listed_in_the_order_of_the_file_then_of_the_overrides(re
         ("launch: {gpu_ids: [-1]}", "launch.gpu_ids is [-1]; must be a list of device indices or UUIDs, like [0, 2]"),
         ("launch: {device: gpu}", "launch.device is 'gpu'; known: auto, cpu, cuda."),
         ("launch: {grace_s: 0}", "launch.grace_s is 0; must be above 0"),
-        ("launch: {stall_timeout_s: 5}",
-         "unknown key 'launch.stall_timeout_s'; known: nproc, gpu_ids, device, omp_num_threads, grace_s."),
+        ("launch: {port: 5}", f"unknown key 'launch.port'; known: {LAUNCH_KEYS}."),
+        ("launch: {stall_timeout_s: 0}", "launch.stall_timeout_s is 0; must be above 0"),
+        ("launch: {max_time: soon}",
+         "launch.max_time is 'soon'; must be a duration, like 90 (seconds), 45m, 1h30m or 01:30:00"),
+        ("launch: {max_time: 0}", "launch.max_time is 0; must be a duration above 0"),
+        ("launch: {max_time: ''}",
+         "launch.max_time is ''; must be a duration, like 90 (seconds), 45m, 1h30m or 01:30:00"),
+        ("launch: {max_bytes: 5 apples}",
+         "launch.max_bytes is '5 apples'; must be a size, like 500000000 (bytes), 20GB or 20GiB"),
+        ("launch: {max_bytes: true}",
+         "launch.max_bytes is true; must be a size, like 500000000 (bytes), 20GB or 20GiB"),
+        ("launch: {max_bytes: 0}", "launch.max_bytes is 0; must be a size above 0"),
+        ("launch: {show_ranks: first}",
+         "launch.show_ranks is 'first': 'first' is not an index (3), a range (0-3), every:N, spread:K, all, "
+         "or a list of these"),
         ("script: [a]", "script is ['a']; must be a path (text)"),
         ("script: ~/train.py", "script is '~/train.py'; '~' is not expanded; write the whole path"),
         ("description: 5", "description is 5; must be text"),
@@ -319,7 +333,7 @@ def test_path_in_an_override_is_taken_as_it_stands(write_recipe: Write) -> None:
         ("lunch.nproc=3", "--set lunch.nproc: unknown key; did you mean 'launch.nproc'?"),
         ("zzz=1", "--set zzz: unknown key; known: description, script, model, data, train, quant, capture, launch"),
         ("launch.zzz=1",
-         "--set launch.zzz: unknown key; known in launch: nproc, gpu_ids, device, omp_num_threads, grace_s"),
+         "--set launch.zzz: unknown key; known in launch: nproc, gpu_ids, "),
         ("launch.nproc.x.y.z=1", "--set launch.nproc.x.y.z: unknown key; "),
         ("launch.=1", "--set launch.: unknown key; "),
         ("capture.target", "--set 'capture.target': must be key=value, like capture.target=100"),
@@ -382,3 +396,27 @@ def test_recipe_in_a_folder_with_odd_characters_loads(tmp_path: Path, minimal: s
     folder.mkdir()
     (folder / "-n.yaml").write_text(minimal)
     assert load_recipe(folder / "-n.yaml").path == str(folder / "-n.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("0.5", 0.5), ("45m", 2700), ("1h30m", 5400), ("1h 30m 5s", 5405), ("2d", 172800),
+     ("'01:30:00'", 5400), ("01:30:00", 5400)],
+)  # fmt: skip
+def test_durations_are_seconds(write_recipe: Write, minimal: str, text: str, seconds: float) -> None:
+    recipe = load_recipe(write_recipe(f"{minimal}\nlaunch: {{max_time: {text}}}"))
+    assert recipe.launch.max_time == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1000", 1000), ("2k", 2000), ("1.5MB", 1_500_000), ("20GB", 20 * 10**9), ("20 GiB", 20 << 30), ("1TiB", 1 << 40)],
+)
+def test_sizes_are_bytes(write_recipe: Write, minimal: str, text: str, num_bytes: int) -> None:
+    recipe = load_recipe(write_recipe(f"{minimal}\nlaunch: {{max_bytes: {text}}}"))
+    assert recipe.launch.max_bytes == num_bytes
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("0", (0,)), ("[0, 3]", (0, 3)), ("'0,3'", "0,3"), ("all", "all")])
+def test_ranks_to_show_are_a_selector(write_recipe: Write, minimal: str, text: str, ranks: object) -> None:
+    assert load_recipe(write_recipe(f"{minimal}\nlaunch: {{show_ranks: {text}}}")).launch.show_ranks == ranks

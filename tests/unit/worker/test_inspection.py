@@ -4,9 +4,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qcollect.data.prepare import prepare
 from qcollect.errors import CheckpointError
+from qcollect.plan.finding import Level
+from qcollect.plan.inspection import Device, Inspection
 from qcollect.recipe.load import load_recipe
 from qcollect.recipe.records import ModelSpec
-from qcollect.worker.inspection import inspect_recipe
+from qcollect.worker import inspection as inspecting
+from qcollect.worker.inspection import find_devices, inspect_recipe
 from qcollect.worker.model import load_config
 
 
@@ -74,3 +77,69 @@ def test_checkpoint_that_is_a_file_is_told_from_one_that_is_missing(tmp_path):
         load_config(ModelSpec(checkpoint=str(file)))
     with pytest.raises(CheckpointError, match="does not exist"):
         load_config(ModelSpec(checkpoint=str(tmp_path / "gone")))
+
+
+def test_what_is_whole_is_told_too_and_an_epoch_is_counted(checkpoint, data):
+    inspection = inspect_recipe(recipe_of(checkpoint, data))
+    told = {f.check: f.message for f in inspection.findings if f.level == Level.OK}
+    assert list(told) == ["checkpoint", "data"]
+    assert told["checkpoint"].startswith(
+        f"{checkpoint}: LlamaForCausalLM with {inspection.num_parameters:,} parameters; 20 tensors in 1 file(s), "
+    )
+    assert inspection.num_samples == 1201 // 32
+    assert Inspection.from_dict(inspection.to_dict()) == inspection
+
+
+def test_random_weights_need_no_checkpoint():
+    inspection = inspect_recipe(load_recipe("tiny"))
+    told = {f.check: f.message for f in inspection.findings}
+    assert told["checkpoint"] == (
+        f"none is needed: LlamaForCausalLM with {inspection.num_parameters:,} parameters, random from seed 0"
+    )
+
+
+def test_data_are_looked_at_although_the_model_is_missing(tmp_path, data):
+    inspection = inspect_recipe(recipe_of(tmp_path / "gone", data))
+    assert [(f.check, f.level) for f in inspection.findings] == [("checkpoint", Level.PROBLEM), ("data", Level.OK)]
+    assert (inspection.modules, inspection.num_parameters) == ((), 0)
+
+
+class Card:
+    """A backend of torch with one device that tells everything, and one that is taken by another process."""
+
+    @staticmethod
+    def get_device_name(index):
+        return f"Card {index}"
+
+    @staticmethod
+    def mem_get_info(index):
+        if index:
+            raise RuntimeError("CUDA error: all devices are busy or unavailable")
+        return 60, 80
+
+    @staticmethod
+    def get_device_properties(index):
+        if index:
+            raise RuntimeError("CUDA error: all devices are busy or unavailable")
+        return type("Properties", (), {"major": 9, "minor": 0, "uuid": "8932f937-d72c-4106-c12f-20bd9faed9f6"})
+
+
+def test_devices_tell_their_memory_and_one_that_does_not_keeps_its_name(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "cuda", Card)
+    uuid = "8932f937-d72c-4106-c12f-20bd9faed9f6"
+    assert find_devices() == (
+        Device(name="Card 0", free_bytes=60, total_bytes=80, capability="9.0", uuid=uuid),
+        Device(name="Card 1"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "told"), [("13.0", None, "CUDA 13.0"), (None, "6.4", "ROCm 6.4"), (None, None, None)]
+)
+def test_what_torch_was_built_for(monkeypatch, cuda, hip, told):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert inspecting.torch_accelerator() == told

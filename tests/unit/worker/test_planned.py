@@ -9,50 +9,10 @@ from torch import nn
 
 import qcollect
 from qcollect.errors import CaptureError
-from qcollect.paths import RunPaths
-from qcollect.plan.build import build_plan
-from qcollect.plan.inspection import Inspection
 from qcollect.plan.schedule import ModuleSites
-from qcollect.recipe.records import CaptureSpec, DataSpec, LaunchSpec, ModelSpec, QuantSpec, Recipe, TrainSpec
+from qcollect.recipe.records import CaptureSpec
 from qcollect.vocab import LayerType
 from qcollect.worker.inspection import meta_model, meta_sites
-
-
-@pytest.fixture
-def recipe(llama_config):
-    return Recipe(
-        name="r",
-        path="r.yaml",
-        script="train.py",
-        model=ModelSpec(config=llama_config | {"num_hidden_layers": 2}),
-        data=DataSpec(path=(), sequence_length=6),
-        train=TrainSpec(compute="fp32", micro_batch_size=2, iterations=3),
-        quant=QuantSpec(exclude=("*.o_proj",)),
-        capture=CaptureSpec(target=100),
-        launch=LaunchSpec(),
-    )
-
-
-@pytest.fixture
-def plan(recipe, tmp_path, monkeypatch):
-    """Writes a plan where a worker finds it; gives it back."""
-
-    def write(recipe=recipe, quant_type="mxfp8", sites=None):
-        sites = meta_sites(meta_model(recipe), recipe) if sites is None else sites
-        inspection = Inspection(
-            modules=tuple(sites), excluded=(), vocab_size=64, num_parameters=1, device="cpu", device_names=()
-        )
-        planned = build_plan(
-            recipe, quant_type, inspection, out_dir=tmp_path, script_args=(), python="python", num_cores=1,
-            loopback=None, run_id="planned", run_token="t",
-        )  # fmt: skip
-        paths = RunPaths(planned.run_dir)
-        paths.state_dir.mkdir(parents=True)
-        paths.plan_path.write_text(json.dumps(planned.to_dict()))
-        monkeypatch.setenv("QCOLLECT_PLAN", str(paths.plan_path))
-        return planned
-
-    return write
 
 
 def test_sites_and_shapes_are_those_of_the_real_run(recipe, make_llama, tokens, train_llama, read_files, tmp_path):

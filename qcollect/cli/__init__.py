@@ -73,11 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _prepare_process() -> None:
-    """A name that stdout's encoding does not have is escaped, not an error; SIGTERM ends like an exception."""
+    """A name that stdout's encoding does not have is escaped; SIGTERM and SIGHUP end like an exception."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    for name in ("SIGTERM", "SIGHUP"):
+        signum = getattr(signal, name, None)  # elsewhere there is no SIGHUP; under nohup it is ignored, and stays so
+        if signum is not None and signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, _terminate)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

@@ -19,6 +19,7 @@ from qcollect.worker.checkpoint import CHECK, CheckpointFiles, compare_tensors, 
 from qcollect.worker.data_checks import CHECK as DATA_CHECK
 from qcollect.worker.data_checks import check_data
 from qcollect.worker.model import build_empty, build_model, load_config
+from qcollect.worker.model_facts import ModelFacts, remember
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import FoundModule, find_excluded, find_modules, install
 
@@ -27,24 +28,22 @@ def inspect_recipe(recipe: Recipe) -> Inspection:
     """What the launcher must know before it starts: sites, excluded modules, devices, findings about files.
 
     The model's forward runs once on the meta device; which tensors come by, in which shape and whether
-    with a gradient, is seen there. What is found is collected, not raised.
+    with a gradient, is seen there (or was, in an earlier launch). What is found is collected, not raised.
     """
-    model, modules, findings = _examine_model(recipe)
-    config: Any = None if model is None else model.config
-    data = check_data(recipe, None if config is None else int(config.vocab_size))
+    facts = remember(recipe, examine_model)
+    data = check_data(recipe, facts.vocab_size)
     device, device_names = describe_devices()
-    excluded = find_excluded(model, QuantPolicy.from_spec(recipe.quant)) if model is not None else ()
     return Inspection(
-        modules=tuple(modules),
-        excluded=tuple(excluded),
-        vocab_size=config.vocab_size if config is not None else 0,
-        num_parameters=sum(p.numel() for p in model.parameters()) if model is not None else 0,
+        modules=facts.modules,
+        excluded=facts.excluded,
+        vocab_size=facts.vocab_size or 0,
+        num_parameters=facts.num_parameters,
         device=device,
         device_names=device_names,
         devices=find_devices(),
         torch_accelerator=torch_accelerator(),
         num_samples=data.num_samples,
-        findings=tuple(dict.fromkeys([*findings, *data.findings])),
+        findings=tuple(dict.fromkeys([*facts.findings, *data.findings])),
     )
 
 
@@ -165,8 +164,8 @@ def _sites(found: FoundModule, sighting: _Sighting, policy: QuantPolicy) -> Modu
     )
 
 
-def _examine_model(recipe: Recipe) -> tuple[nn.Module | None, list[ModuleSites], list[Finding]]:
-    """The model, its sites, and what is wrong with its files or speaks against it."""
+def examine_model(recipe: Recipe) -> ModelFacts:
+    """The model's sites, and what is wrong with its files or speaks against it."""
     checkpoint = None if recipe.model.checkpoint is None else Path(recipe.model.checkpoint)
     has_weights = checkpoint is not None and checkpoint.is_dir()
     files = read_checkpoint(checkpoint) if checkpoint is not None and has_weights else CheckpointFiles(findings=())
@@ -175,11 +174,19 @@ def _examine_model(recipe: Recipe) -> tuple[nn.Module | None, list[ModuleSites],
         model = meta_model(recipe)
         modules = meta_sites(model, recipe)
     except QcollectError as error:
-        return None, [], [Finding.of_error(CHECK, error), *findings]
+        problem = Finding.of_error(CHECK, error)
+        return ModelFacts(modules=(), excluded=(), vocab_size=None, num_parameters=0, findings=(problem, *findings))
     if checkpoint is not None and not findings:
         findings += _compare(checkpoint, files, model)
     findings += _check_length(recipe, model)
-    return model, modules, [*findings, *_describe_model(recipe, model, files, findings)]
+    config: Any = model.config
+    return ModelFacts(
+        modules=tuple(modules),
+        excluded=tuple(find_excluded(model, QuantPolicy.from_spec(recipe.quant))),
+        vocab_size=int(config.vocab_size),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        findings=(*findings, *_describe_model(recipe, model, files, findings)),
+    )
 
 
 def _compare(checkpoint: Path, files: CheckpointFiles, model: Any) -> list[Finding]:

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_a_signal_while_the_model_is_looked_at_ends_that_too(small_recipe, tmp_path, signum, exit_code):
     temporary, out = tmp_path / "tmp", tmp_path / "out"
     temporary.mkdir()

@@ -71,7 +71,7 @@ class TensorSaver:
     Args:
         save_dir: None: ``TENSOR_SAVE_DIR``, else ``./tensor_logs``.
         enabled: None: ``TENSOR_SAVE_ENABLED``.
-        quant_type: None: ``CUSTOM_QUANT_TYPE``, else ``hifp8``.
+        quant_type: a name, or a YAML file of one's own; None: ``CUSTOM_QUANT_TYPE``, else ``hifp8``.
 
     Raises:
         FormatError: the quant type is unknown.
@@ -83,7 +83,8 @@ class TensorSaver:
         self.save_dir = Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or "tensor_logs").absolute()
         self.enabled = saving_enabled() if enabled is None else enabled
         self.quant_type = quant_type or os.environ.get("CUSTOM_QUANT_TYPE") or "hifp8"
-        get_quant_type(self.quant_type)
+        if quant_type is not None or "QCOLLECT_PLAN" not in os.environ:  # a planned run's type was checked before
+            self.quant_type = get_quant_type(self.quant_type).name
         self._saver = Saver(self.save_dir, run_id=f"bare-{os.getpid()}")
         self._iteration: int | None = None
         self._saved: dict[tuple[Any, ...], str] = {}

@@ -12,27 +12,39 @@ from qcollect.cli.console import fits, make_table, out, print_json, print_table
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def formats(json: Json = False) -> None:
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE", help="YAML files of formats of your own; default: the catalog."),
+]
+
+
+def formats(files: Files = None, json: Json = False) -> None:
     """Print the number formats: bits, block, scale, range, special values, source.
 
-    Example: qcollect formats
-    """
-    from qcollect.formats.catalog import HEADERS, QUANT_TYPES, describe, rows
+    With files, the formats they define; every fault of theirs is named with its line.
 
+    Example: qcollect formats my_fp6.yaml
+    """
+    from qcollect.formats.catalog import QUANT_TYPES
+    from qcollect.formats.custom import load_quant_type
+    from qcollect.formats.table import HEADERS, describe, rows
+
+    quant_types = [load_quant_type(file) for file in files] if files else list(QUANT_TYPES.values())
     if json:
-        print_json([describe(name) for name in QUANT_TYPES])
+        print_json([describe(quant_type) for quant_type in quant_types])
         return
+    cells = rows(quant_types)
     # the source is the last and by far the longest: below, a line each
     columns = range(len(HEADERS) - 1)
-    table = _format_table(HEADERS, rows(), columns)
+    table = _format_table(HEADERS, cells, columns)
     if fits(table):
         print_table(table)
     else:
-        print_table(_format_table(HEADERS, rows(), columns[:6]))
+        print_table(_format_table(HEADERS, cells, columns[:6]))
         typer.echo()
-        print_table(_format_table(HEADERS, rows(), [0, *columns[6:]]))
+        print_table(_format_table(HEADERS, cells, [0, *columns[6:]]))
     typer.echo("\nsources:")
-    for row in rows():
+    for row in cells:
         typer.echo(f"  {row[0]}: {row[-1]}")
 
 

@@ -21,7 +21,10 @@ def load(
     gpu_ids: str | None,
     types: Sequence[str],
 ) -> Any:
-    """The recipe with the settings and flags in it; the first of ``types``, if there is one, as its quant type."""
+    """The recipe with the settings and flags in it, ``types`` (names, or files of one's own) among them.
+
+    The first of them, if there is one, is the recipe's quant type, and all are its types for a sweep.
+    """
     from qcollect.formats.catalog import get_quant_type
     from qcollect.recipe.load import load_recipe
     from qcollect.recipe.overrides import Override
@@ -30,6 +33,7 @@ def load(
         get_quant_type(name)
     flags = (
         ("quant.type", next(iter(types), None), "the quant type"),
+        ("quant.types", list(dict.fromkeys(types)) or None, "the quant types"),
         ("capture.target", target, "--target"),
         ("launch.nproc", nproc, "--nproc"),
         ("launch.gpu_ids", gpu_ids, "--gpu-ids"),

@@ -47,7 +47,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 
 def run(
     context: typer.Context,
-    quant: Annotated[str | None, typer.Argument(metavar="TYPE", help="Quant type; see 'qcollect formats'.")] = None,
+    quant: Annotated[
+        str | None,
+        typer.Argument(metavar="TYPE", help="Quant type (see 'qcollect formats'), or a YAML file of your own."),
+    ] = None,
     quant_option: Annotated[str | None, typer.Option("--quant", metavar="TYPE", help="The same.")] = None,
     recipe: Recipe = DEFAULT_RECIPE,
     target: Target = None,
@@ -132,7 +135,7 @@ def sweep(
     if all_types == bool(quant):
         raise UsageError("give --all (the recipe's quant types) or --quant TYPE, once or several times")
     loaded = load(recipe, settings, target, nproc, gpu_ids, quant or [])
-    types = list(dict.fromkeys([*([BASELINE] if baseline else []), *(quant or loaded.quant.types)]))
+    types = list(dict.fromkeys([*([BASELINE] if baseline else []), *loaded.quant.types]))
     _mode(resume=resume, overwrite=overwrite)
     out_dir = resolve_out(out)
     if detach and not dry_run:

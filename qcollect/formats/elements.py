@@ -9,11 +9,12 @@ Subnormals must be on (they are, unless ``torch.set_flush_denormal`` turned them
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qcollect.formats.catalog import Element, Rounding
+from qcollect.formats.records import Element, Rounding
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 EXPONENT_MASK = 0x7F800000
@@ -29,18 +30,60 @@ _SUBNORMAL_HALF_OF_MIN_NORMAL = 1 << (MANTISSA_WIDTH - 1)  # 2^-127
 _JUST_BELOW_HALF = 0.5 - 2.0**-25
 
 
-def round_to_element_(values: Tensor, element: Element, rounding: Rounding) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridSource:
+    """What hybrid rounding compares with, by the dtype the numbers came from, as bits of their float32 form.
+
+    A number is rounded up if the first ``num_bits`` of what it loses are not below ``(mantissa >> shift)``
+    cut to ``num_bits - num_ones`` bits, followed by ``num_ones`` ones.
+
+    **Source:** arXiv 2409.16626 section 3.2, equation 3.
+    """
+
+    num_bits: int
+    shift: int
+    num_ones: int
+
+
+HYBRID_SOURCES: Mapping[torch.dtype, HybridSource] = {
+    torch.float32: HybridSource(num_bits=14, shift=0, num_ones=0),
+    torch.bfloat16: HybridSource(num_bits=2, shift=16, num_ones=1),
+    torch.float16: HybridSource(num_bits=2, shift=13, num_ones=1),
+}
+
+
+def round_to_element_(
+    values: Tensor,
+    element: Element,
+    rounding: Rounding,
+    *,
+    source: HybridSource | None = None,
+    random: Tensor | None = None,
+) -> Tensor:
     """Rounds float32 ``values`` in place to multiples of the element's spacing, without an upper end.
 
     NaN, Inf and the sign of zero stay. A result beyond ``element.max_value`` is left for
     ``limit_`` to deal with; it is the value the element's last spacing would have held.
 
-    **Source:** OCP MX v1.0 section 6.3 (nearest even); arXiv 2409.16626 section 3.1 (half away, TA).
+    Args:
+        values: any shape.
+        source: needed by ``hybrid``.
+        random: needed by ``stochastic``: float32 in [0, 1), multiples of 2^-24, of the shape of ``values``.
+
+    **Source:** OCP MX v1.0 section 6.3 (nearest even); arXiv 2409.16626 section 3.1 (half away, TA) and 3.2 (hybrid).
     """
-    if element.torch_dtype is not None:
+    if element.is_cast:
+        assert element.torch_dtype is not None
         return values.copy_(values.to(getattr(torch, element.torch_dtype)))
+    if rounding == "hybrid":
+        assert source is not None
+        return _hybrid_(values, element, source)
     spacing = _spacing(values, element)
-    return _ROUND[rounding](values.div_(spacing)).mul_(spacing)
+    steps = values.div_(spacing)
+    if rounding == "stochastic":
+        assert random is not None
+        return _stochastic_(steps, random).mul_(spacing)
+    return _ROUND[rounding](steps).mul_(spacing)
 
 
 def limit_(values: Tensor, element: Element, *, saturate: bool) -> Tensor:
@@ -52,7 +95,7 @@ def limit_(values: Tensor, element: Element, *, saturate: bool) -> Tensor:
     top = element.max_value
     if saturate:
         values.clamp_(-top, top)
-    elif element.torch_dtype is None:
+    elif not element.is_cast:
         values.masked_fill_(values > top, math.inf).masked_fill_(values < -top, -math.inf)
     if not element.signed_zero:
         values.add_(0.0)  # -0 + 0 is +0, all else stays
@@ -95,3 +138,37 @@ def _half_away_(values: Tensor) -> Tensor:
 
 
 _ROUND: Mapping[Rounding, Callable[[Tensor], Tensor]] = {"nearest_even": torch.round_, "half_away": _half_away_}
+
+
+def _stochastic_(steps: Tensor, random: Tensor) -> Tensor:
+    """Rounds to one of the two whole numbers around, up in magnitude where ``random`` is below the fraction.
+
+    Inf and NaN stay: their fraction is NaN, below which nothing is.
+    """
+    whole = steps.trunc()
+    is_up = random < (steps - whole).abs_()
+    away = torch.copysign(is_up.to(torch.float32), steps)
+    sign = steps.clone()
+    return steps.copy_(torch.copysign(whole.add_(away), sign))
+
+
+def _hybrid_(values: Tensor, element: Element, source: HybridSource) -> Tensor:
+    """Half away near 1, where the element is most precise; elsewhere by comparing bits with each other.
+
+    Below half of the smallest value everything is zero, and what overflows half away overflows here.
+    """
+    bits = magnitude_bits(values)
+    exponents = (bits >> MANTISSA_WIDTH) - BIAS
+    is_tiny = exponents < element.min_exponent - 1
+    rest = source.num_bits - source.num_ones
+    threshold = (bits >> source.shift) & ((1 << rest) - 1)
+    threshold = (threshold << source.num_ones) | ((1 << source.num_ones) - 1)
+    spacing = _spacing(values, element)
+    rounded = _half_away_(values / spacing)
+    is_half_away = (exponents.abs() <= element.taper[0][0]) | ((rounded * spacing).abs_() > element.max_value)
+    steps = values.div_(spacing)
+    whole = steps.trunc()
+    lost = ((steps - whole).abs_() * float(1 << source.num_bits)).nan_to_num_(0.0).to(torch.int32)
+    away = torch.copysign(((lost >= threshold) & ~is_tiny).to(torch.float32), steps)
+    steps.copy_(torch.where(is_half_away, rounded, torch.copysign(whole.add_(away), steps)))
+    return steps.mul_(spacing)

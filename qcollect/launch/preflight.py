@@ -35,7 +35,7 @@ def check_types(recipe: Recipe, quant_types: Sequence[str]) -> None:
     """
     settings = {key: getattr(recipe.quant, key) for key in ("scale_rule", "rounding", "block_size")}
     for quant_type in quant_types:
-        for _, sentence in find_quant_conflicts(quant_type, settings, recipe.quant.overrides):
+        for _, sentence in find_quant_conflicts(quant_type, settings, recipe.quant.overrides, recipe.quant.find_type):
             raise RecipeError(f"recipe {recipe.name} with quant type {quant_type}: {sentence}")
 
 

@@ -92,7 +92,9 @@ def read_failures(paths: RunPaths) -> tuple[Failure, ...]:
         return (_agent_failure(agent, paths),)
     if failures:
         last_s = max(f.time_s for f in failures)
-        failures += [left for left in read_early_leavers(paths) if left.time_s <= last_s]
+        leavers = [left for left in read_early_leavers(paths) if left.time_s <= last_s]
+        # one that had left may still have been there when torchrun ended the others
+        failures = leavers + [f for f in failures if f.rank not in {left.rank for left in leavers}]
     return tuple(sorted(failures, key=_order))
 
 

@@ -1,10 +1,10 @@
 """In which field two plans would capture differently: what resume and sweep refuse to mix."""
 
+from collections.abc import Mapping
 from typing import Any
 
 # what may differ between a run and its repetition without changing a captured value
 _IRRELEVANT_SECTIONS = ("launch", "name", "path")
-_IRRELEVANT_FIELDS = (("quant", "types"),)
 
 
 def first_difference(stored: dict[str, Any], planned: dict[str, Any]) -> str | None:
@@ -17,15 +17,11 @@ def first_difference(stored: dict[str, Any], planned: dict[str, Any]) -> str | N
     for key in ("quant_type", "world_size", "device", "target", "script_args"):
         if stored.get(key) != planned[key]:
             return key
-    for section, fields in planned["recipe"].items():
-        before = stored.get("recipe", {}).get(section)
-        if section in _IRRELEVANT_SECTIONS or before == fields:
-            continue
-        if not isinstance(fields, dict) or not isinstance(before, dict):
-            return str(section)
-        for name in dict.fromkeys([*fields, *before]):
-            if before.get(name) != fields.get(name) and (section, name) not in _IRRELEVANT_FIELDS:
-                return f"{section}.{name}"
+    before, now = _relevant(stored.get("recipe", {})), _relevant(planned["recipe"])
+    for section, fields in now.items():
+        name = _difference(section, before.get(section), fields)
+        if name is not None:
+            return name
     # the same settings and another list: another version of qcollect, or of the model's files
     return None if stored.get("schedule") == planned["schedule"] else "schedule"
 
@@ -36,6 +32,28 @@ def describe_difference(name: str, stored: dict[str, Any], planned: dict[str, An
     if max(len(repr(before)), len(repr(now))) > 60:
         return f"{name} differs"
     return f"{name} is {before!r} there and {now!r} now"
+
+
+def _relevant(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without what no captured value follows from; of its own number formats, those that are used."""
+    relevant = {section: fields for section, fields in recipe.items() if section not in _IRRELEVANT_SECTIONS}
+    if isinstance(quant := relevant.get("quant"), Mapping):
+        overrides = (quant.get("overrides") or {}).values()
+        used = {quant.get("type"), *(o.get("type") for o in overrides if isinstance(o, Mapping))}
+        formats = {name: fields for name, fields in (quant.get("formats") or {}).items() if name in used}
+        relevant["quant"] = {key: value for key, value in quant.items() if key != "types"} | {"formats": formats}
+    return relevant
+
+
+def _difference(name: str, before: Any, now: Any) -> str | None:
+    """The dotted name, from ``name`` on, of the first value that differs; None: they are the same."""
+    if before == now:
+        return None
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return name
+    fields = dict.fromkeys([*now, *before])
+    found = (_difference(f"{name}.{key}", before.get(key), now.get(key)) for key in fields)
+    return next((where for where in found if where is not None), None)
 
 
 def _find(plan: dict[str, Any], name: str) -> Any:

@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any, Self
 
 from qcollect.errors import ScheduleError, SelectionError
-from qcollect.formats.catalog import get_quant_type
 from qcollect.recipe.records import CaptureSpec, QuantSpec
 from qcollect.recipe.selectors import expand_indices, match_names
 from qcollect.vocab import COMPONENTS, GROUPS, Gemm, LayerType, Operation, Values
@@ -202,7 +201,7 @@ def choose_captures(modules: Sequence[ModuleSites], quant: QuantSpec, spec: Capt
 def quantized_gemms(quant: QuantSpec) -> dict[LayerType, frozenset[Gemm]]:
     """The gemms that quantize their operands: those whose type is not ``none``."""
     types = {gemm: quant.overrides.get(gemm, {}).get("type") or quant.type for gemm in Gemm}
-    gemms = frozenset(gemm for gemm, name in types.items() if get_quant_type(name).element is not None)
+    gemms = frozenset(gemm for gemm, name in types.items() if quant.find_type(name).element is not None)
     return {LayerType.LINEAR: gemms, LayerType.ATTENTION: gemms if quant.attention == "qkv" else frozenset()}
 
 

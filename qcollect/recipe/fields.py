@@ -6,7 +6,7 @@ A validator here raises ValueError with what follows ``PLACE: KEY is VALUE;``, m
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -15,17 +15,24 @@ from pydantic_core import PydanticCustomError
 
 from qcollect.errors import SelectionError
 from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.formats.custom import definition_of, read_definition
+from qcollect.formats.records import HADAMARD_SIZES
 from qcollect.recipe.records import IndexSelector
 from qcollect.recipe.selectors import check_selector, match_names
 from qcollect.vocab import TENSOR_NAMES, LayerType, Operation, Phase
 
-WHOLE_SENTENCE = "whole_sentence"
-RECIPE_DIR, BUNDLED_DIR = "$RECIPE_DIR", "$BUNDLED_DIR"
+WHOLE_SENTENCE, SEVERAL_SENTENCES = "whole_sentence", "several_sentences"
+BUNDLED_DIR = "$BUNDLED_DIR"
 
 
 def problem(text: str, key: str | None = None) -> PydanticCustomError:
     """An error whose message is ``text``, placed at ``key`` (dotted) instead of where it was raised."""
     return PydanticCustomError(WHOLE_SENTENCE, "{text}", {"text": text, "key": key})
+
+
+def several_problems(found: Sequence[tuple[str, str]]) -> PydanticCustomError:
+    """One error for several pairs of key (dotted) and whole sentence."""
+    return PydanticCustomError(SEVERAL_SENTENCES, "{texts}", {"texts": str(found), "found": list(found)})
 
 
 def known(value: Any, names: Sequence[str]) -> str:
@@ -171,22 +178,74 @@ def _device_ids(value: Any) -> tuple[str, ...]:
     return ids
 
 
-def _quant_type(value: Any) -> str:
-    if value not in list(QUANT_TYPES):
+def _formats(value: Any) -> dict[str, dict[str, Any]]:
+    """Definitions with every key set, so that equal ones compare equal however they were written."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a section with a number format's definition under each name")
+    formats, problems = {}, []
+    for name, definition in value.items():
+        key = f"quant.formats.{name}"
+        if not isinstance(definition, Mapping):
+            problems.append((key, f"{key} is {definition!r}; must be a section (element: ..., scale: ...)"))
+            continue
+        entry, found = read_definition(name, definition, prefix=f"{key}.", name_key=key)
+        problems += found
+        if entry is not None:
+            formats[str(name)] = definition_of(entry) or {}
+    if problems:
+        raise several_problems(problems)
+    return formats
+
+
+def _own_names(info: ValidationInfo) -> tuple[str, ...] | None:
+    """Names of the recipe's own formats, which come first in the section; None: they are faulty."""
+    formats = info.data.get("formats")
+    return None if formats is None else tuple(formats)
+
+
+def _quant_name(value: Any) -> str:
+    if not isinstance(value, str):
         raise ValueError(f"{known(value, sorted(QUANT_TYPES))} See 'qcollect formats'.")
-    return str(value)
+    return value
 
 
-def _quant_types(value: Any) -> tuple[str, ...]:
-    names = _texts(value)
+def _quant_type(value: Any, info: ValidationInfo) -> str:
+    own = _own_names(info)
+    if not isinstance(value, str) or (own is not None and value not in (*QUANT_TYPES, *own)):
+        raise ValueError(f"{known(value, sorted((*QUANT_TYPES, *(own or ()))))} See 'qcollect formats'.")
+    return value
+
+
+def _quant_types(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    names, own = _texts(value), _own_names(info)
     if not names:
         raise ValueError("must name at least one quant type")
-    for name in names:
-        if name not in QUANT_TYPES:
-            raise ValueError(f"{name!r} is not one; {known(name, sorted(QUANT_TYPES))} See 'qcollect formats'.")
+    for name in names if own is not None else ():
+        if name not in (*QUANT_TYPES, *(own or ())):
+            there_are = known(name, sorted((*QUANT_TYPES, *(own or ()))))
+            raise ValueError(f"{name!r} is not one; {there_are} See 'qcollect formats'.")
     if len(set(names)) != len(names):
         raise ValueError("a quant type is named twice")
     return names
+
+
+def _block_size(value: Any) -> int | tuple[int, int]:
+    match value:
+        case bool():
+            pass
+        case int() if value >= 1:
+            return value
+        case [int(rows), int(columns)] if rows >= 1 and columns >= 1:
+            return (rows, columns)
+    raise ValueError("must be a whole number, 1 or more, or two of them (rows and columns), like [16, 16]")
+
+
+def _hadamard_size(value: Any) -> int:
+    if isinstance(value, bool) or value not in HADAMARD_SIZES:
+        raise ValueError(f"must be one of {', '.join(map(str, HADAMARD_SIZES))}")
+    return int(value)
 
 
 def _not_served(value: Any) -> None:
@@ -196,6 +255,8 @@ def _not_served(value: Any) -> None:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=1)]
+BlockSize = Annotated[int | tuple[int, int], PlainValidator(_block_size)]
+HadamardSize = Annotated[int, PlainValidator(_hadamard_size)]
 Seed = Annotated[Whole, Field(ge=0, le=2**63 - 1)]
 Real = Annotated[float, PlainValidator(_real)]
 Flag = Annotated[bool, PlainValidator(_flag)]
@@ -214,6 +275,8 @@ Ranks = Annotated[IndexSelector, _selector_of("launch")]
 Duration = Annotated[float, PlainValidator(_duration)]
 Size = Annotated[int, PlainValidator(_size)]
 DeviceIds = Annotated[tuple[str, ...], PlainValidator(_device_ids)]
+Formats = Annotated[dict[str, dict[str, Any]], PlainValidator(_formats)]
 QuantName = Annotated[str, PlainValidator(_quant_type)]
+OverrideName = Annotated[str, PlainValidator(_quant_name)]
 QuantNames = Annotated[tuple[str, ...], PlainValidator(_quant_types)]
 NotServed = Annotated[None, PlainValidator(_not_served)]

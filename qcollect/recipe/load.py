@@ -1,7 +1,7 @@
 """A recipe by name or path -> its records; and the recipes that come with the program.
 
 Where a recipe names a path (``model.checkpoint``, ``model.tokenizer``, ``data.path``, ``data.tokenizer``,
-``script``; in the file or by ``--set``) one rule holds: it is relative to the current directory.
+``script``, a quant type's file; in the file or by ``--set``) one rule holds: it is relative to the current directory.
 ``$RECIPE_DIR/...`` at its beginning is the folder of the recipe's file, ``$BUNDLED_DIR/...`` that of the
 bundled recipes, so that a bundled recipe still finds its text after it was copied. Nothing else is
 expanded. Records hold absolute paths only; whether they exist is for preflight to say.
@@ -15,9 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from qcollect.document import Document, parse_yaml
 from qcollect.errors import RecipeError
-from qcollect.recipe.document import Document, parse_yaml
-from qcollect.recipe.fields import BUNDLED_DIR, RECIPE_DIR
+from qcollect.recipe.fields import BUNDLED_DIR
+from qcollect.recipe.formats import RECIPE_DIR
 from qcollect.recipe.origins import Origin, Origins
 from qcollect.recipe.overrides import Override, apply_overrides
 from qcollect.recipe.problems import explain
@@ -96,7 +97,8 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str | Override] = 
     values = _top_mapping(document, problems, shown)
     problems += apply_overrides(values, overrides, origins)
     try:
-        model = RecipeModel.model_validate(values)
+        context = {"resolve": lambda text: Path(_absolute_of(text, path.parent))}
+        model = RecipeModel.model_validate(values, context=context)
     except ValidationError as error:
         _refuse([*problems, *explain(error, origins)])
     _refuse(problems)
@@ -117,8 +119,10 @@ def _to_record(model: RecipeModel, path: Path) -> Recipe:
 
 
 def _absolute(text: str | None, recipe_dir: Path, *, keep: str | None = None) -> str | None:
-    if text is None or text == keep:
-        return text
+    return text if text is None or text == keep else _absolute_of(text, recipe_dir)
+
+
+def _absolute_of(text: str, recipe_dir: Path) -> str:
     head, _, rest = text.partition("/")
     if head == RECIPE_DIR:
         return str(recipe_dir / rest)

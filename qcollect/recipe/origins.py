@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from qcollect.recipe.document import KeyPath
+from qcollect.document import KeyPath
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from qcollect.document import parse_yaml
 from qcollect.errors import RecipeError
-from qcollect.recipe.document import parse_yaml
 from qcollect.recipe.origins import Origin, Origins
 from qcollect.recipe.schema import all_keys, keys_named, known_keys
 

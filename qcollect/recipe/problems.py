@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from qcollect.recipe.document import KeyPath
-from qcollect.recipe.fields import WHOLE_SENTENCE, known
+from qcollect.document import KeyPath
+from qcollect.recipe.fields import SEVERAL_SENTENCES, WHOLE_SENTENCE, known
 from qcollect.recipe.origins import Origin, Origins
 from qcollect.recipe.schema import keys_named, known_keys
 
@@ -23,7 +23,13 @@ _EXPECTATIONS = {
 
 def explain(error: ValidationError, origins: Origins) -> list[tuple[Origin, str]]:
     """One sentence for each error, with where the value came from."""
-    return [_explain_one(details, origins) for details in error.errors(include_url=False)]
+    found = []
+    for details in error.errors(include_url=False):
+        if details["type"] == SEVERAL_SENTENCES:
+            found += [(origins.of(_path_of(key)), text) for key, text in details["ctx"]["found"]]
+        else:
+            found.append(_explain_one(details, origins))
+    return found
 
 
 def _explain_one(details: ErrorDetails, origins: Origins) -> tuple[Origin, str]:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qcollect.errors import RecipeError
+from qcollect.formats.custom import find_quant_type
+from qcollect.formats.records import QuantType
 
 BYTES_TOKENIZER = "bytes"
 
@@ -96,27 +98,45 @@ class QuantSpec:
     """How operands are quantized.
 
     Args:
-        type: catalog name, for a single run.
-        types: catalog names, for a sweep.
-        scale_rule: ``floor``, ``ceil``, ``even``, ``rceil``; None: the type's own.
-        rounding: ``nearest_even``, ``half_away``; None: the type's own.
-        block_size: elements that share a scale; None: the type's own.
+        type: name of a quant type, for a single run.
+        types: names, for a sweep.
+        scale_rule: ``floor``, ``ceil``, ``even``, ``rceil``, ``nearest``; None: the type's own.
+        rounding: ``nearest_even``, ``half_away``, ``hybrid``, ``stochastic``; None: the type's own.
+        grad_rounding: that of gradients; None: ``rounding``.
+        block_size: elements that share a scale, or (rows, columns); None: the type's own.
+        weight_block_size: that of weights; None: ``block_size``.
         attention: ``qkv`` (query, key and value are quantized) or ``none``.
         hifp8_scale: which operands get a power-of-two scale: ``per_tensor`` (all), ``grads``, ``none``.
         exclude: globs of module names that stay in high precision.
-        overrides: by gemm (``fprop``, ``dgrad``, ``wgrad``), those of ``type``, ``scale_rule``, ``rounding``
-            and ``block_size`` that differ there. An override of the type brings that type's own rules.
+        compile: quantize large tensors on the CPU by torch's compiler, with the same bits; the first run on a
+            machine compiles for a while before it trains.
+        overrides: by gemm (``fprop``, ``dgrad``, ``wgrad``), those of ``type``, ``scale_rule``, ``rounding``,
+            ``block_size`` and ``hadamard`` (size of a random Hadamard transform of a linear's operands) that differ
+            there. An override of the type brings that type's own rules.
+        formats: definitions of number formats that are not in the catalog, by name (``formats.custom``).
     """
 
     type: str = "mxfp8"
     types: tuple[str, ...] = ("mxfp8", "mxfp4", "hifp8")
     scale_rule: str | None = None
     rounding: str | None = None
-    block_size: int | None = None
+    grad_rounding: str | None = None
+    block_size: int | tuple[int, int] | None = None
+    weight_block_size: int | tuple[int, int] | None = None
     attention: str = "qkv"
     hifp8_scale: str = "per_tensor"
     exclude: tuple[str, ...] = ()
+    compile: bool = False
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    formats: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def find_type(self, name: str) -> QuantType:
+        """The quant type of this name, the recipe's own or the catalog's.
+
+        Raises:
+            FormatError: there is none.
+        """
+        return find_quant_type(name, self.formats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

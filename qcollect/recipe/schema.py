@@ -4,13 +4,19 @@ Defaults come from ``records``. Unknown keys are errors everywhere, inside ``mod
 transformers would take a misspelt size without a word and use its default.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from qcollect.errors import SelectionError
+from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.formats.custom import find_quant_type
+from qcollect.formats.records import Rounding, ScaleRule
 from qcollect.recipe import fields as f
 from qcollect.recipe.conflicts import find_quant_conflicts
+from qcollect.recipe.formats import read_format_files
 from qcollect.recipe.records import (
     CaptureSpec,
     DataSpec,
@@ -23,9 +29,6 @@ from qcollect.recipe.selectors import expand_indices
 
 _MODEL, _TRAIN, _QUANT, _CAPTURE, _LAUNCH = ModelSpec(), TrainSpec(), QuantSpec(), CaptureSpec(), LaunchSpec()
 _DATA = DataSpec(path=(), sequence_length=1)
-
-ScaleRule = Literal["floor", "ceil", "even", "rceil"]
-Rounding = Literal["nearest_even", "half_away"]
 
 
 def _empty_section(value: Any) -> Any:
@@ -153,10 +156,11 @@ class TrainModel(Section):
 
 
 class GemmModel(Section):
-    type: f.QuantName | None = None
+    type: f.OverrideName | None = None
     scale_rule: ScaleRule | None = None
     rounding: Rounding | None = None
-    block_size: f.Count | None = None
+    block_size: f.BlockSize | None = None
+    hadamard: f.HadamardSize | None = None
 
 
 class OverridesModel(Section):
@@ -170,20 +174,48 @@ class OverridesModel(Section):
 
 
 class QuantModel(Section):
+    formats: f.Formats = _QUANT.formats  # first: what follows may name one
     type: f.QuantName = _QUANT.type
     types: f.QuantNames = _QUANT.types
     scale_rule: ScaleRule | None = None
     rounding: Rounding | None = None
-    block_size: f.Count | None = _QUANT.block_size
+    grad_rounding: Rounding | None = None
+    block_size: f.BlockSize | None = _QUANT.block_size
+    weight_block_size: f.BlockSize | None = None
     attention: Literal["qkv", "none"] = "qkv"
     hifp8_scale: Literal["per_tensor", "grads", "none"] = "per_tensor"
     exclude: f.MaybeGlobs = _QUANT.exclude
+    compile: f.Flag = _QUANT.compile
     overrides: Annotated[OverridesModel, _Empty] = OverridesModel()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_files(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        quant, problems = read_format_files(value, (info.context or {}).get("resolve", Path.cwd().joinpath))
+        if problems:
+            raise f.several_problems(problems)
+        return quant
+
+    @field_validator("overrides")
+    @classmethod
+    def _override_types_exist(cls, overrides: OverridesModel, info: ValidationInfo) -> OverridesModel:
+        names = sorted((*QUANT_TYPES, *info.data.get("formats", {})))
+        for gemm, override in overrides.to_dict().items():
+            name = override.get("type")
+            if "formats" in info.data and name is not None and name not in names:
+                key = f"quant.overrides.{gemm}.type"
+                raise f.problem(f"{key} is {name!r}; {f.known(name, names)} See 'qcollect formats'.", key)
+        return overrides
 
     @model_validator(mode="after")
     def _type_takes_its_rules(self) -> Self:
-        settings = {"scale_rule": self.scale_rule, "rounding": self.rounding, "block_size": self.block_size}
-        for key, text in find_quant_conflicts(self.type, settings, self.overrides.to_dict()):
+        names = ("scale_rule", "rounding", "grad_rounding", "block_size", "weight_block_size")
+        settings = {name: getattr(self, name) for name in names}
+        for key, text in find_quant_conflicts(
+            self.type, settings, self.overrides.to_dict(), lambda name: find_quant_type(name, self.formats)
+        ):
             raise f.problem(text, key)
         return self
 

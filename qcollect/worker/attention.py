@@ -35,7 +35,10 @@ class _OperandTap(torch.autograd.Function):
         operands = {"query": query, "key": key, "value": value}
         for name, tensor in operands.items():
             tap.observe(frame, name, tensor, token_layout=HEADS_LAYOUT, matrices={Gemm.FPROP: tensor})
-        quantized = (tap.operand(frame, n, t, Gemm.FPROP, token_layout=HEADS_LAYOUT) for n, t in operands.items())
+        moment = tap.moment()
+        quantized = (
+            tap.values(frame, n, t, Gemm.FPROP, moment, token_layout=HEADS_LAYOUT) for n, t in operands.items()
+        )
         # a view where nothing was quantized: an input may not be returned as it is
         return tuple(q.view_as(q) if q is t else q for q, t in zip(quantized, operands.values(), strict=True))
 

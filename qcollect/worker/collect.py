@@ -58,6 +58,7 @@ def collect(
     micro_batches: int = 1,
     micro_batch_size: int = 1,
     loss_scale: float = 1.0,
+    seed: int = 0,
     **settings: Any,
 ) -> Collector:
     """A context in which ``model`` trains with quantized gemms and its tensors are captured.
@@ -76,13 +77,14 @@ def collect(
 
     Args:
         model: any module; linears and, in transformers models, attention kernels are captured.
-        quant_type: catalog name; None: ``CUSTOM_QUANT_TYPE``, else ``hifp8``.
+        quant_type: catalog name, or a YAML file of one's own; None: ``CUSTOM_QUANT_TYPE``, else ``hifp8``.
         out_dir: None: ``TENSOR_SAVE_DIR``, else ``./tensor_logs``.
         target: captures summed over ranks.
         num_iterations: what ``iterations="every:N"`` and ``"spread:K"`` refer to.
         micro_batches: forward passes an iteration.
         micro_batch_size: sequences of one; needed with ``samples`` only.
         loss_scale: recorded; what the loss is multiplied with before ``backward``.
+        seed: of everything random in quantization.
         settings: any field of a recipe's ``capture`` and ``quant`` sections (``values="both"``, ``layers=[0]``, ...).
 
     Raises:
@@ -98,9 +100,10 @@ def collect(
         return Collector(model, settings_of_plan(Plan.read(Path(plan_path))), group)
     quant_type = quant_type or os.environ.get("CUSTOM_QUANT_TYPE") or "hifp8"
     run_dir = Path(out_dir or os.environ.get("TENSOR_SAVE_DIR") or "tensor_logs").absolute()
-    get_quant_type(quant_type)
+    if quant_type not in settings.get("formats", ()):
+        get_quant_type(quant_type)
     quant, capture = _specs(quant_type, target, settings)
-    policy = QuantPolicy.from_spec(quant)
+    policy = QuantPolicy.from_spec(quant, seed)
     rank = detect_rank(next(model.parameters(), None))
     _check_ranks(rank, group)
     sites = sites_of(unwrap(model), policy)
@@ -123,7 +126,7 @@ def collect(
     return Collector(
         model,
         CollectorSettings(
-            quant_type=quant_type,
+            quant_type=quant.type,
             policy=policy,
             schedule=schedule,
             run_dir=run_dir,
@@ -142,7 +145,7 @@ def settings_of_plan(plan: Plan) -> CollectorSettings:
     rank = detect_rank()
     return CollectorSettings(
         quant_type=plan.quant_type,
-        policy=QuantPolicy.from_spec(plan.recipe.quant),
+        policy=QuantPolicy.from_spec(plan.recipe.quant, plan.recipe.train.seed),
         schedule=plan.schedule,
         run_dir=plan.run_dir,
         run_id=plan.run_id,

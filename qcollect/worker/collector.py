@@ -101,7 +101,12 @@ class Collector:
 
     def __enter__(self) -> Self:
         refuse_compiled(self.model)
-        self._undo.append(install(self.model, self.settings.policy, lambda: self.frame))
+        parameter = next(self.model.parameters(), None)
+        if parameter is not None and parameter.device.type == "cpu":
+            self.settings.policy.prepare(parameter.dtype)
+        self._undo.append(
+            install(self.model, self.settings.policy, lambda: self.frame, lambda: (self.iteration, self.micro_batch))
+        )
         begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
         handle = self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         self._undo.append(handle.remove)

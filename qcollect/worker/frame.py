@@ -13,8 +13,10 @@ import torch
 
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import Gemm, LayerType
-from qcollect.worker.policy import Quantizers, describe_consumer
+from qcollect.worker.gemm import Operand
+from qcollect.worker.policy import Quantizers, Use
 
+Moment = tuple[int, int]  # iteration, micro-batch
 WantKey = tuple[str, str, Gemm | None]  # module, tensor name, gemm (None: the original)
 Wanted = dict[WantKey, tuple[int, PlannedCapture]]  # with the capture's counter in the schedule
 
@@ -94,13 +96,17 @@ class Frame:
 class ModuleTap:
     """A module under observation: quantizes its operands and offers what it sees to a frame.
 
-    ``gemms`` are those the module runs in this forward: an input without grad has no dgrad.
+    Args:
+        seed: of the run; what is drawn for an operand follows from it, the moment, the module and the gemm.
+        moment: (iteration, micro-batch) of the forward that runs.
     """
 
     module: str
     layer_type: LayerType
     layer_idx: int | None
     quantizers: Quantizers
+    seed: int = 0
+    moment: Callable[[], Moment] = lambda: (0, 0)
 
     def operand(
         self,
@@ -108,10 +114,11 @@ class ModuleTap:
         tensor_name: str,
         tensor: torch.Tensor,
         gemm: Gemm,
+        moment: Moment,
         *,
         token_layout: str,
         matrix: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Operand:
         """``tensor`` as ``gemm`` consumes it; its quantized copy is offered to the frame.
 
         Args:
@@ -119,18 +126,75 @@ class ModuleTap:
             tensor_name: of the operand.
             tensor: as the network computed it.
             gemm: the consumer.
+            moment: of the forward this belongs to.
             token_layout: the meaning of the dimensions of what is returned.
             matrix: the operand as the gemm sees it, where that is not ``tensor``.
         """
         operand = tensor if matrix is None else matrix
-        quantizer = self.quantizers[tensor_name, gemm]
-        if quantizer.is_identity:
-            return operand
-        quantized, scale = quantizer(operand)
-        if frame is not None and frame.wants(self.module, tensor_name, gemm):
-            consumer = describe_consumer(self.layer_type, tensor_name, gemm, quantizer, operand, scale)
-            frame.take(self.module, tensor_name, quantized, gemm=gemm, consumers=[consumer], token_layout=token_layout)
-        return quantized
+        if self.quantizers[tensor_name, gemm].is_identity:
+            return Operand(values=operand)
+        use = self._use(tensor_name, gemm, operand, moment)
+        consumed = use.operand()
+        self._offer(frame, use, consumed, token_layout)
+        return consumed
+
+    def operands(
+        self,
+        frame: Frame | None,
+        tensor_name: str,
+        matrix: torch.Tensor,
+        gemms: tuple[Gemm, Gemm],
+        moment: Moment,
+        *,
+        token_layout: str,
+    ) -> tuple[Operand, Operand]:
+        """``matrix`` as two gemms consume it, one along its last axis and one along its first, in one pass."""
+        if any(self.quantizers[tensor_name, gemm].is_identity for gemm in gemms):
+            last, first = (
+                self.operand(frame, tensor_name, matrix, gemm, moment, token_layout=token_layout) for gemm in gemms
+            )
+            return last, first
+        last_use, first_use = (self._use(tensor_name, gemm, matrix, moment) for gemm in gemms)
+        last, first = last_use.operands_with(first_use)
+        self._offer(frame, last_use, last, token_layout)
+        self._offer(frame, first_use, first, token_layout)
+        return last, first
+
+    def _offer(self, frame: Frame | None, use: Use, consumed: Operand, token_layout: str) -> None:
+        if frame is None or not frame.wants(self.module, use.tensor_name, use.gemm):
+            return
+        values = consumed.values if consumed.factor is None else use.values()
+        frame.take(
+            self.module, use.tensor_name, values, gemm=use.gemm, consumers=[use.describe()], token_layout=token_layout
+        )
+
+    def values(
+        self,
+        frame: Frame | None,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        gemm: Gemm,
+        moment: Moment,
+        *,
+        token_layout: str,
+    ) -> torch.Tensor:
+        """As ``operand``, for a kernel whose result no factor can be multiplied into."""
+        if self.quantizers[tensor_name, gemm].is_identity:
+            return tensor
+        use = self._use(tensor_name, gemm, tensor, moment)
+        consumed = Operand(values=use.values())
+        self._offer(frame, use, consumed, token_layout)
+        return consumed.values
+
+    def _use(self, tensor_name: str, gemm: Gemm, operand: torch.Tensor, moment: Moment) -> Use:
+        return Use.of(
+            operand,
+            self.quantizers[tensor_name, gemm],
+            layer_type=self.layer_type,
+            tensor_name=tensor_name,
+            gemm=gemm,
+            seeds=(self.seed, *moment, self.module),
+        )
 
     def observe(
         self,
@@ -156,6 +220,6 @@ class ModuleTap:
         for gemm, matrix in (matrices or {}).items():
             quantizer = self.quantizers[tensor_name, gemm]
             if not quantizer.is_identity:
-                scale = quantizer.scale_of(matrix)
-                consumers.append(describe_consumer(self.layer_type, tensor_name, gemm, quantizer, matrix, scale))
+                use = self._use(tensor_name, gemm, matrix, (frame.iteration, frame.micro_batch))
+                consumers.append(use.describe())
         frame.take(self.module, tensor_name, tensor, consumers=consumers, token_layout=token_layout)

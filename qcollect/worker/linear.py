@@ -11,11 +11,11 @@ identity quantizers the three gemms are the calls torch's own linear makes, bit 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qcollect.vocab import Gemm
 from qcollect.worker.frame import Frame, ModuleTap
+from qcollect.worker.gemm import Operand, multiply, project
 
 WEIGHT_LAYOUT = "out_features,in_features"
 
@@ -39,12 +39,13 @@ class QuantizedLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.tap, ctx.frame, ctx.has_bias = tap, frame, bias is not None
         ctx.save_for_backward(x, weight)
-        xq = tap.operand(frame, "input", x, Gemm.FPROP, token_layout="token,in_features", matrix=_matrix(x))
-        wq = tap.operand(frame, "weight", weight, Gemm.FPROP, token_layout=WEIGHT_LAYOUT)
+        ctx.moment = moment = tap.moment()
+        xq = tap.operand(frame, "input", x, Gemm.FPROP, moment, token_layout="token,in_features", matrix=_matrix(x))
+        wq = tap.operand(frame, "weight", weight, Gemm.FPROP, moment, token_layout=WEIGHT_LAYOUT)
         if tap.quantizers["input", Gemm.FPROP].is_identity:
-            xq = x  # by shape and strides torch chooses between calls that round differently
+            xq = Operand(values=x)  # by shape and strides torch chooses between calls that round differently
         # a quantized input comes flattened, which is what torch folds a 3-D one to
-        output = F.linear(xq, wq, bias)
+        output = project(xq, wq, bias)
         # no view: autograd lets nobody change a view in place that a function of ours returns (a ReLU behind it may)
         unfolded: Tensor = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
         return unfolded
@@ -53,26 +54,28 @@ class QuantizedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
-        tap, frame = ctx.tap, ctx.frame
+        tap, frame, moment = ctx.tap, ctx.frame, ctx.moment
         needs_dgrad, needs_wgrad, needs_bgrad = ctx.needs_input_grad[:3]
         grads = _matrix(grad_output)
         layout = _layout(grad_output, "out_features")
         gemms = [g for g, needed in ((Gemm.DGRAD, needs_dgrad), (Gemm.WGRAD, needs_wgrad)) if needed]
         tap.observe(frame, "grad_output", grad_output, token_layout=layout, matrices=dict.fromkeys(gemms, grads))
         grad_input = grad_weight = grad_bias = None
-        if needs_dgrad:
-            gq = tap.operand(
-                frame, "grad_output", grad_output, Gemm.DGRAD, token_layout="token,out_features", matrix=grads
+        along_features = along_tokens = None
+        layout = "token,out_features"
+        if needs_dgrad and needs_wgrad:
+            along_features, along_tokens = tap.operands(
+                frame, "grad_output", grads, (Gemm.DGRAD, Gemm.WGRAD), moment, token_layout=layout
             )
-            wq = tap.operand(frame, "weight", weight, Gemm.DGRAD, token_layout=WEIGHT_LAYOUT)
-            grad_input = gq.mm(wq).view(x.shape)
+        if needs_dgrad:
+            gq = along_features or tap.operand(frame, "grad_output", grads, Gemm.DGRAD, moment, token_layout=layout)
+            wq = tap.operand(frame, "weight", weight, Gemm.DGRAD, moment, token_layout=WEIGHT_LAYOUT)
+            grad_input = multiply(gq, wq).view(x.shape)
             tap.observe(frame, "grad_input", grad_input, token_layout=_layout(x, "in_features"))
         if needs_wgrad:
-            gq = tap.operand(
-                frame, "grad_output", grad_output, Gemm.WGRAD, token_layout="token,out_features", matrix=grads
-            )
-            xq = tap.operand(frame, "input", x, Gemm.WGRAD, token_layout="token,in_features", matrix=_matrix(x))
-            grad_weight = gq.t().mm(xq)
+            gq = along_tokens or tap.operand(frame, "grad_output", grads, Gemm.WGRAD, moment, token_layout=layout)
+            xq = tap.operand(frame, "input", x, Gemm.WGRAD, moment, token_layout="token,in_features", matrix=_matrix(x))
+            grad_weight = multiply(gq.t(), xq)
             tap.observe(frame, "grad_weight", grad_weight, token_layout=WEIGHT_LAYOUT)
         if ctx.has_bias and needs_bgrad:
             grad_bias = grads.sum(0)

@@ -1,16 +1,19 @@
 """Which quantizer each operand of each gemm goes through, from a recipe's ``quant`` section."""
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from qcollect.formats.catalog import get_quant_type
-from qcollect.formats.quantizer import Quantizer
+from qcollect.formats.quantizer import Quantizer, apply_both, prepare
+from qcollect.formats.random import seed_of
+from qcollect.formats.scope import amax_scope
 from qcollect.recipe.records import QuantSpec
 from qcollect.vocab import Gemm, LayerType
+from qcollect.worker.gemm import Operand
 
 # Contraction axis of each operand of Y = X W^T, on the matrices the gemm sees:
 # X (tokens, in_features), W (out_features, in_features), dY (tokens, out_features).
@@ -43,22 +46,41 @@ class QuantPolicy:
     linear: Quantizers
     attention: Quantizers
     exclude: tuple[str, ...]
+    seed: int = 0
+    compile: bool = False
 
     @classmethod
-    def from_spec(cls, spec: QuantSpec) -> "QuantPolicy":
-        """The policy of a recipe.
+    def from_spec(cls, spec: QuantSpec, seed: int = 0) -> "QuantPolicy":
+        """The policy of a recipe; ``seed`` is the run's.
 
         Raises:
             FormatError: a type, rule or rounding that does not exist together.
         """
         none = Quantizer.create("none")
         attention: dict[tuple[str, Gemm], Quantizer] = {
-            operand: _quantizer(spec, operand[0], operand[1], axis) for operand, axis in ATTENTION_AXES.items()
+            # untransformed: a kernel contracts value with probabilities that nobody can transform
+            operand: replace(_quantizer(spec, operand[0], operand[1], axis), hadamard=None)
+            for operand, axis in ATTENTION_AXES.items()
         }
         if spec.attention == "none":
             attention = dict.fromkeys(ATTENTION_AXES, none)
         linear = {operand: _quantizer(spec, operand[0], operand[1], axis) for operand, axis in LINEAR_AXES.items()}
-        return cls(quant_type=spec.type, linear=linear, attention=attention, exclude=tuple(spec.exclude))
+        return cls(
+            quant_type=spec.type,
+            linear=linear,
+            attention=attention,
+            exclude=tuple(spec.exclude),
+            seed=seed,
+            compile=spec.compile,
+        )
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Have what operands of ``dtype`` go through on the CPU compiled, if the recipe asks for it."""
+        if not self.compile:
+            return
+        is_ready, reason = prepare([*self.linear.values(), *self.attention.values()], dtype)
+        if not is_ready:
+            warnings.warn(f"qcollect: quant.compile: {reason}; plain torch does it, more slowly", stacklevel=2)
 
     def excludes(self, module: str) -> bool:
         return any(fnmatchcase(module, pattern) for pattern in self.exclude)
@@ -73,49 +95,108 @@ class QuantPolicy:
 def _quantizer(spec: QuantSpec, tensor_name: str, gemm: Gemm, axis: int) -> Quantizer:
     override = spec.overrides.get(gemm, {})
     name = override.get("type", spec.type)
+    own: dict[str, Any] = {"scale_rule": spec.scale_rule, "rounding": spec.rounding, "block_size": spec.block_size}
+    if tensor_name in GRADIENTS and spec.grad_rounding is not None:
+        own["rounding"] = spec.grad_rounding
+    if tensor_name == "weight" and spec.weight_block_size is not None:
+        own["block_size"] = spec.weight_block_size
     # a rule set for the run's type says nothing about the type that replaces it in one gemm
-    inherited: dict[str, Any] = (
-        {}
-        if "type" in override
-        else {
-            "scale_rule": spec.scale_rule,
-            "rounding": spec.rounding,
-            "block_size": spec.block_size,
-        }
-    )
+    inherited = {} if "type" in override else own
     settings = {**inherited, **{k: v for k, v in override.items() if k != "type"}}
-    takes_scale = get_quant_type(name).has_tensor_scale
+    entry = spec.find_type(name)
+    takes_scale = entry.takes_tensor_scale
     wants_scale = spec.hifp8_scale == "per_tensor" or (spec.hifp8_scale == "grads" and tensor_name in GRADIENTS)
-    return Quantizer.create(name, axis=axis, tensor_scale=takes_scale and wants_scale, saturate=takes_scale, **settings)
+    return Quantizer.create(
+        entry, axis=axis, tensor_scale=takes_scale and wants_scale, saturate=takes_scale, **settings
+    )
 
 
-def describe_consumer(
-    layer_type: LayerType,
-    tensor_name: str,
-    gemm: Gemm,
-    quantizer: Quantizer,
-    operand: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> dict[str, Any]:
-    """One entry of ``consumers``: all that the quantized value follows from, bit for bit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One gemm's use of one operand: the original, the quantizer, and all that is drawn and measured for it."""
 
-    The value is ``fake_quantize(tensor.reshape(shape), quant_type, axis, ...)``.
+    original: torch.Tensor
+    quantizer: Quantizer
+    layer_type: LayerType
+    tensor_name: str
+    gemm: Gemm
+    amax: torch.Tensor | None
+    seed: int | None
+    hadamard_seed: int
 
-    Args:
-        layer_type: of the module.
-        tensor_name: of the operand.
-        gemm: the consumer.
-        quantizer: of this operand in this gemm.
-        operand: the original operand in the shape the gemm sees.
-        scale: the per-tensor scale it was quantized with, None without one.
-    """
-    return {
-        "gemm": str(gemm),
-        **quantizer.describe(),
-        "axis": AXES[layer_type][tensor_name, gemm] % operand.dim(),
-        "scale": None if scale is None else float(scale),
-        "seed": None,
-        "saturate": quantizer.saturate,
-        "shape": list(operand.shape),
-        "num_saturated": int(quantizer.num_saturated(operand, scale=scale)),
-    }
+    @classmethod
+    def of(
+        cls,
+        original: torch.Tensor,
+        quantizer: Quantizer,
+        *,
+        layer_type: LayerType,
+        tensor_name: str,
+        gemm: Gemm,
+        seeds: tuple[int, int, int, str],
+    ) -> "Use":
+        """The use of ``original`` in the shape the gemm sees.
+
+        Args:
+            seeds: the run's, iteration, micro-batch, module. Both operands of a gemm share the signs of their
+                Hadamard transform, which stay the same all through training.
+        """
+        run_seed, _, _, module = seeds
+        hadamard_seed = seed_of(run_seed, "hadamard", module, gemm) if quantizer.hadamard else 0
+        return cls(
+            original=original,
+            quantizer=quantizer,
+            layer_type=layer_type,
+            tensor_name=tensor_name,
+            gemm=gemm,
+            amax=quantizer.amax_of(original, hadamard_seed=hadamard_seed),
+            seed=seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None,
+            hadamard_seed=hadamard_seed,
+        )
+
+    def values(self) -> torch.Tensor:
+        """The values consumed, in the dtype of the original: what is captured."""
+        return self.quantizer.apply(self.original, amax=self.amax, seed=self.seed, hadamard_seed=self.hadamard_seed)
+
+    def operand(self) -> Operand:
+        """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result."""
+        if not self.quantizer.quant_type.has_tensor_scale:
+            return Operand(values=self.values())
+        values = self.quantizer.operand(self.original, amax=self.amax, seed=self.seed, hadamard_seed=self.hadamard_seed)
+        return Operand(values=values, factor=self.quantizer.scale_of(self.amax))
+
+    def operands_with(self, first: "Use") -> tuple[Operand, Operand]:
+        """``operand`` of this use, along the last axis, and of ``first``, along the first axis of the same original."""
+        uses = (self, first)
+        if any(use.quantizer.hadamard for use in uses):
+            return self.operand(), first.operand()
+        values = apply_both(
+            self.original,
+            self.quantizer,
+            first.quantizer,
+            amax=(self.amax, first.amax),
+            seeds=(self.seed, first.seed),
+            with_tensor_scale=False,
+        )
+        factors = [u.quantizer.scale_of(u.amax) if u.quantizer.quant_type.has_tensor_scale else None for u in uses]
+        return Operand(values=values[0], factor=factors[0]), Operand(values=values[1], factor=factors[1])
+
+    def describe(self) -> dict[str, Any]:
+        """One entry of ``consumers``: all that the values follow from, bit for bit (``formats.consumed``)."""
+        quantizer, scale = self.quantizer, self.quantizer.scale_of(self.amax)
+        num_saturated = quantizer.num_saturated(
+            self.original, amax=self.amax, seed=self.seed, hadamard_seed=self.hadamard_seed
+        )
+        return {
+            "gemm": str(self.gemm),
+            **quantizer.describe(),
+            "axis": AXES[self.layer_type][self.tensor_name, self.gemm] % self.original.dim(),
+            "scale": None if scale is None else float(scale),
+            "amax": None if self.amax is None else float(self.amax),
+            "amax_scope": None if self.amax is None else amax_scope(self.original),
+            "seed": self.seed,
+            "hadamard_seed": self.hadamard_seed if quantizer.hadamard else None,
+            "saturate": quantizer.saturate,
+            "shape": list(self.original.shape),
+            "num_saturated": int(num_saturated),
+        }

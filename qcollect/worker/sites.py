@@ -12,7 +12,7 @@ from torch import nn
 from qcollect.errors import UsageError
 from qcollect.vocab import LayerType
 from qcollect.worker.attention import PREFIX, TAP_ATTRIBUTE, is_attention, tapped_implementation
-from qcollect.worker.frame import Frame, ModuleTap
+from qcollect.worker.frame import Frame, ModuleTap, Moment
 from qcollect.worker.linear import quantized_linear
 from qcollect.worker.policy import QuantPolicy
 
@@ -82,8 +82,15 @@ def _layer_idx(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def install(model: nn.Module, policy: QuantPolicy, current_frame: Callable[[], Frame | None]) -> Callable[[], None]:
+def install(
+    model: nn.Module,
+    policy: QuantPolicy,
+    current_frame: Callable[[], Frame | None],
+    moment: Callable[[], Moment] = lambda: (0, 0),
+) -> Callable[[], None]:
     """Tap every module of ``find_modules``: operands are quantized and offered to the current frame.
+
+    ``moment`` gives iteration and micro-batch of the forward that runs.
 
     Returns:
         A function that takes all taps off and leaves the model as it was.
@@ -99,7 +106,12 @@ def install(model: nn.Module, policy: QuantPolicy, current_frame: Callable[[], F
         policy_name = found.name if not found.on_request else None
         quantizers = policy.quantizers(found.layer_type, policy_name)
         tap = ModuleTap(
-            module=found.name, layer_type=found.layer_type, layer_idx=found.layer_idx, quantizers=quantizers
+            module=found.name,
+            layer_type=found.layer_type,
+            layer_idx=found.layer_idx,
+            quantizers=quantizers,
+            seed=policy.seed,
+            moment=moment,
         )
         if found.layer_type == LayerType.LINEAR:
             undo.append(_tap_linear(found.module, tap, current_frame))

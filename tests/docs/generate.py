@@ -22,7 +22,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from qcollect.cli import app
-from qcollect.formats.catalog import markdown_table
+from qcollect.formats.table import markdown_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLI_REFERENCE = "qcollect/cli/README.md"

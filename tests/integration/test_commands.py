@@ -88,8 +88,9 @@ def test_formats_as_json_hold_numbers(qcollect_here):
 
 def test_formats_fit_a_terminal_of_80_columns(tmp_path):
     shown = _in_terminal(["formats"], columns=80)
-    assert "mxfp8_e5m2  E5M2     1/5/2      8.25   32     E8M0" in shown
-    assert "mxfp8_e5m2  57344        2^-14   2^-16      Inf, NaN, -0  floor  nearest_even" in shown
+    assert "mxfp8_e5m2  E5M2     1/5/2       8.25   32     E8M0" in shown
+    assert "hif4        S1P2     1/1/2       4.5    64     E6M2 + 8 x 1 bit + 4 x 1 bit" in shown
+    assert "mxfp8_e5m2  57344        2^-14   2^-16      Inf, NaN, -0  floor    nearest_even" in shown
 
 
 def test_env_tells_versions_devices_and_the_rank_a_saver_would_take(qcollect_here, qcollect_process):

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.paths import RunPaths
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_starts")]
 
-KNOWN_TYPES = "known: bf16, fp16, hifp8, mxfp4, mxfp8, mxfp8_e5m2, none"
+KNOWN_TYPES = f"known: {', '.join(sorted(QUANT_TYPES))}"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcollect.formats.quantizer import fake_quantize
+import qcollect
 from qcollect.paths import RunPaths
 from qcollect.store.index import open_run
 from qcollect.vocab import CaptureName
@@ -249,13 +249,4 @@ def _site(capture):
 
 
 def _quantize(tensor, consumer):
-    return fake_quantize(
-        tensor.reshape(consumer["shape"]),
-        consumer["quant_type"],
-        consumer["axis"],
-        scale_rule=consumer["scale_rule"],
-        rounding=consumer["rounding"],
-        block_size=consumer["block_size"],
-        scale=consumer["scale"],
-        saturate=consumer["saturate"],
-    )
+    return qcollect.consumed(tensor, consumer)

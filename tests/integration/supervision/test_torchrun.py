@@ -126,7 +126,7 @@ def test_prepared_agent_that_has_died_is_replaced(torchrun_plan):
 def test_prepared_agent_without_orders_ends_with_the_launch():
     token = f"prepared-{os.getpid()}"
     with pytest.raises(RuntimeError), PreparedAgent(token):
-        [prepared] = find_by_token(token)
+        [prepared] = until(lambda: find_by_token(token), "the agent is there")
         raise RuntimeError("the model cannot be looked at")
     assert not psutil.pid_exists(prepared.pid)
 

@@ -6,17 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from qcollect.formats import catalog
-from qcollect.formats.catalog import (
-    HEADERS,
-    QUANT_TYPES,
-    QuantType,
-    describe,
-    get_quant_type,
-    markdown_table,
-    rows,
-)
+from qcollect.formats.catalog import QUANT_TYPES, get_quant_type
+from qcollect.formats.codes import decode_table
+from qcollect.formats.records import QuantType
+from qcollect.formats.table import HEADERS, describe, markdown_table, rows
 
 README = Path(catalog.__file__).with_name("README.md")
 HEAVY = ("torch", "numpy", "transformers")
@@ -45,7 +41,14 @@ def test_names_are_words_a_file_name_can_carry() -> None:
     [
         ("mxfp8", 8.25, 448.0, 2.0**-6, 2.0**-9, 8, 1.75),
         ("mxfp8_e5m2", 8.25, 57344.0, 2.0**-14, 2.0**-16, 15, 1.75),
+        ("mxfp6_e3m2", 6.25, 28.0, 0.25, 0.0625, 4, 1.75),
+        ("mxfp6_e2m3", 6.25, 7.5, 1.0, 0.125, 2, 1.875),
         ("mxfp4", 4.25, 6.0, 1.0, 0.5, 2, 1.5),
+        ("mxint8", 8.25, 127 / 64, 1.0, 1 / 64, 0, 127 / 64),
+        ("nvfp4", 4.5, 6.0, 1.0, 0.5, 2, 1.5),
+        ("hif4", 4.5, 1.75, 1.0, 0.25, 0, 1.75),
+        ("fp8_e4m3", 8.0, 448.0, 2.0**-6, 2.0**-9, 8, 1.75),
+        ("fp8_e5m2", 8.0, 57344.0, 2.0**-14, 2.0**-16, 15, 1.75),
         ("hifp8", 8.0, 32768.0, 2.0**-15, 2.0**-22, 15, 1.0),
         ("bf16", 16.0, 3.3895313892515355e38, 2.0**-126, 2.0**-133, 127, 2 - 2.0**-7),
         ("fp16", 16.0, 65504.0, 2.0**-14, 2.0**-24, 15, 2 - 2.0**-10),
@@ -64,17 +67,45 @@ def test_numbers_of_the_elements(
     assert entry.element.max_mantissa == max_mantissa
 
 
-def test_block_elements_have_a_binade_above_one() -> None:
-    """Scales of subnormal blocks are exact only then (see ``scale_exponents``)."""
-    blocked = [entry for entry in QUANT_TYPES.values() if entry.block_size is not None]
-    assert blocked
-    assert all(entry.element is not None and entry.element.max_exponent >= 1 for entry in blocked)
+def test_bits_of_a_value_count_its_share_of_every_scale() -> None:
+    """Of the block's scale and of the exponents inside a block; the tensor's own is shared by too many to count."""
+    assert QUANT_TYPES["hif4"].bits_per_value == 4 + 8 / 64 + 1 / 8 + 1 / 4
+    assert QUANT_TYPES["nvfp4"].bits_per_value == 4 + 8 / 16
+    assert QUANT_TYPES["none"].bits_per_value is None
+
+
+def test_every_element_value_is_a_bfloat16_number() -> None:
+    """Its codes are looked up by the upper half of a float32, and a gemm may take it as bfloat16."""
+    elements = {entry.element for entry in QUANT_TYPES.values() if entry.element and not entry.element.is_cast}
+    assert len(elements) == 8
+    for element in elements:
+        values = torch.tensor(decode_table(element))
+        finite = values[values.isfinite()]
+        assert torch.equal(finite.bfloat16().float(), finite)
+        assert finite.max().item() == element.max_value
+        assert finite[finite > 0].min().item() == element.min_subnormal
 
 
 def test_defaults() -> None:
-    assert (QUANT_TYPES["mxfp8"].scale_rule, QUANT_TYPES["mxfp8"].rounding) == ("floor", "nearest_even")
-    assert (QUANT_TYPES["hifp8"].scale_rule, QUANT_TYPES["hifp8"].rounding) == (None, "half_away")
-    assert [name for name, entry in QUANT_TYPES.items() if entry.has_tensor_scale] == ["hifp8"]
+    defaults = {name: (entry.scale_rule, entry.rounding) for name, entry in QUANT_TYPES.items()}
+    assert defaults == {
+        "mxfp8": ("floor", "nearest_even"),
+        "mxfp8_e5m2": ("floor", "nearest_even"),
+        "mxfp6_e3m2": ("floor", "nearest_even"),
+        "mxfp6_e2m3": ("floor", "nearest_even"),
+        "mxfp4": ("floor", "nearest_even"),
+        "mxint8": ("floor", "nearest_even"),
+        "nvfp4": ("nearest", "nearest_even"),
+        "hifp8": (None, "half_away"),
+        "hif4": ("nearest", "half_away"),
+        "fp8_e4m3": ("nearest", "nearest_even"),
+        "fp8_e5m2": ("nearest", "nearest_even"),
+        "bf16": (None, "nearest_even"),
+        "fp16": (None, "nearest_even"),
+        "none": (None, None),
+    }
+    assert [name for name, entry in QUANT_TYPES.items() if entry.takes_tensor_scale] == ["hifp8"]
+    assert [name for name, entry in QUANT_TYPES.items() if entry.has_tensor_scale] == ["nvfp4", "fp8_e4m3", "fp8_e5m2"]
     assert [name for name, entry in QUANT_TYPES.items() if entry.can_saturate] == ["hifp8", "bf16", "fp16"]
 
 
@@ -88,11 +119,22 @@ def test_description_is_plain_json(quant_type: QuantType) -> None:
 def test_table_has_a_cell_for_every_header() -> None:
     assert [line[0] for line in rows()] == list(QUANT_TYPES)
     assert {len(line) for line in rows()} == {len(HEADERS)}
-    mxfp4 = dict(zip(HEADERS, rows()[2], strict=True))
-    assert mxfp4["max"] == "6"
-    assert mxfp4["min subnormal"] == "0.5"
-    assert mxfp4["special values"] == "-0"
-    assert dict(zip(HEADERS, rows()[0], strict=True))["min subnormal"] == "2^-9"
+    table = {cells[0]: dict(zip(HEADERS, cells, strict=True)) for cells in rows()}
+    assert table["mxfp4"]["max"] == "6"
+    assert table["mxfp4"]["min subnormal"] == "0.5"
+    assert table["mxfp4"]["special values"] == "-0"
+    assert table["mxfp8"]["min subnormal"] == "2^-9"
+    assert table["mxfp8"]["special values"] == "NaN, -0"
+    assert table["mxfp8_e5m2"]["special values"] == "Inf, NaN, -0"
+    assert table["hifp8"]["special values"] == "Inf, NaN"
+    assert table["hifp8"]["sign/exponent/mantissa"] == "1/0-4/0-3"
+    scales = {name: cells["scale"] for name, cells in table.items()}
+    assert scales["mxint8"] == "E8M0"
+    assert scales["nvfp4"] == "E4M3 + float32 per tensor"
+    assert scales["hif4"] == "E6M2 + 8 x 1 bit + 4 x 1 bit"
+    assert scales["fp8_e4m3"] == "float32 per tensor"
+    assert scales["hifp8"] == "per tensor, optional"
+    assert scales["bf16"] == scales["none"] == "-"
 
 
 def test_readme_shows_the_table_of_the_catalog() -> None:

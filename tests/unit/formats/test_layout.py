@@ -5,10 +5,11 @@ import torch
 
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.checks import DTYPES
-from qcollect.formats.quantizer import Quantizer, count_saturated, fake_quantize
+from qcollect.formats.quantizer import Quantizer, count_saturated, fake_quantize, quantize
 
 ALL_TYPES = tuple(QUANT_TYPES)
-MX_TYPES = ("mxfp8", "mxfp8_e5m2", "mxfp4")
+MX_TYPES = ("mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
+BLOCK_TYPES = tuple(name for name, entry in QUANT_TYPES.items() if entry.block_size)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -20,6 +21,19 @@ def test_blocks_do_not_straddle_rows() -> None:
     x = torch.ones(2, 40)
     x[1] = 1024
     assert torch.equal(fake_quantize(x, "mxfp4"), x)
+    assert torch.equal(quantize(x, "mxfp4").dequantize(), x)
+
+
+@pytest.mark.parametrize("length", [1, 3, 31, 33, 40, 65])
+@pytest.mark.parametrize("quant_type", BLOCK_TYPES)
+def test_a_row_is_as_if_it_were_alone(quant_type: str, length: int) -> None:
+    x = normal(3, length) * torch.tensor([[1.0], [1024.0], [2.0**-10]])
+    amax = Quantizer.create(quant_type).amax_of(x)
+    y = fake_quantize(x, quant_type)
+    assert y.shape == x.shape
+    for row in range(3):
+        assert torch.equal(y[row], fake_quantize(x[row], quant_type, amax=amax))
+    assert torch.equal(quantize(x, quant_type).dequantize(), y)
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 65])
@@ -33,6 +47,19 @@ def test_tail_block_uses_its_own_amax(quant_type: str, length: int) -> None:
             assert torch.equal(y[row, start : start + 32], fake_quantize(alone, quant_type))
     padded = torch.nn.functional.pad(x, (0, -length % 32))
     assert torch.equal(fake_quantize(padded, quant_type)[:, :length], y)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 7, 9, 15, 17, 63, 65, 70, 130])
+@pytest.mark.parametrize("quant_type", ["nvfp4", "hif4"])
+def test_short_end_of_a_block_in_a_block_equals_zero_padding(quant_type: str, length: int) -> None:
+    entry = QUANT_TYPES[quant_type]
+    assert entry.block_size is not None
+    x = normal(3, length) * torch.logspace(0, 3, length)
+    y = fake_quantize(x, quant_type)
+    padded = torch.nn.functional.pad(x, (0, -length % entry.block_size))
+    assert torch.equal(fake_quantize(padded, quant_type)[:, :length], y)
+    assert torch.equal(quantize(x, quant_type).dequantize(), y)
+    assert torch.equal(fake_quantize(x.t(), quant_type, 0).t(), y)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])
@@ -97,6 +124,10 @@ def test_a_scalar_is_a_block_of_one(quant_type: str) -> None:
         y = fake_quantize(torch.tensor(1.7), quant_type, axis=axis)
         assert y.shape == ()
         assert torch.equal(y, fake_quantize(torch.tensor([1.7]), quant_type)[0])
+        if quant_type != "none":
+            dequantized = quantize(torch.tensor(1.7), quant_type, axis=axis).dequantize()
+            assert dequantized.shape == ()
+            assert torch.equal(dequantized, y)
 
 
 @pytest.mark.parametrize("quant_type", ALL_TYPES)
@@ -128,6 +159,20 @@ def test_out_is_written_and_returned(quant_type: str, dtype: torch.dtype) -> Non
         assert torch.equal(inplace, expected)
 
 
+@pytest.mark.parametrize("quant_type", [name for name in ALL_TYPES if name != "none"])
+def test_out_may_be_a_view_of_the_input(quant_type: str) -> None:
+    """Also one that overlaps it at other places: all is read before any is written."""
+    memory = normal(7, 40)
+    x, shifted = memory[:-1], memory[1:]
+    expected = fake_quantize(x.clone(), quant_type)
+    fake_quantize(x, quant_type, out=shifted)
+    assert torch.equal(shifted, expected)
+    memory = normal(40, 40)
+    expected = fake_quantize(memory.clone(), quant_type, 0)
+    fake_quantize(memory, quant_type, 0, out=memory.t())
+    assert torch.equal(memory.t(), expected)
+
+
 def test_out_may_be_a_scalar_or_empty() -> None:
     for x in (torch.tensor(1.7), torch.empty(0, 32)):
         out = torch.empty_like(x)
@@ -139,10 +184,14 @@ def test_out_may_be_a_scalar_or_empty() -> None:
 def test_no_graph_is_kept(quant_type: str) -> None:
     x = normal(4, 32).requires_grad_()
     assert not fake_quantize(x * 2, quant_type).requires_grad
-    y, scale = Quantizer.create(quant_type)(torch.nn.Parameter(x.detach()))
+    y, amax = Quantizer.create(quant_type)(torch.nn.Parameter(x.detach()))
     assert type(y) is torch.Tensor
     assert y.grad_fn is None and not y.requires_grad
-    assert scale is None
+    assert (amax is not None) is QUANT_TYPES[quant_type].has_tensor_scale
+    assert amax is None or not amax.requires_grad
+    if quant_type != "none":
+        dequantized = quantize(torch.nn.Parameter(x.detach()), quant_type).dequantize()
+        assert dequantized.grad_fn is None and not dequantized.requires_grad
     with torch.no_grad():
         fake_quantize(x, quant_type, out=x)
     with torch.inference_mode():

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from qcollect.errors import RecipeError
+from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.recipe.load import load_recipe
 from qcollect.recipe.overrides import Override
 from qcollect.recipe.records import CaptureSpec, LaunchSpec, QuantSpec, Recipe, TrainSpec
@@ -11,6 +12,7 @@ from qcollect.recipe.records import CaptureSpec, LaunchSpec, QuantSpec, Recipe, 
 Write = Callable[[str], str]
 Refusals = Callable[..., list[str]]
 CONFIG = "vocab_size: 32, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 4"
+KNOWN_TYPES = ", ".join(sorted(QUANT_TYPES))
 LAUNCH_KEYS = "nproc, gpu_ids, device, omp_num_threads, grace_s, max_time, max_bytes, stall_timeout_s, show_ranks"
 
 
@@ -92,8 +94,7 @@ def test_all_errors_are_listed_in_the_order_of_the_file_then_of_the_overrides(re
         "r.yaml:3: data.sequence_length is 'long'; must be a whole number",
         "r.yaml:6: duplicate key 'train.iterations', first on line 5",
         "r.yaml:6: train.iterations is 0; must be at least 1",
-        "r.yaml:7: quant.type is 'mxfp9'; known: bf16, fp16, hifp8, mxfp4, mxfp8, mxfp8_e5m2, none. "
-        "Did you mean 'mxfp8'? See 'qcollect formats'.",
+        f"r.yaml:7: quant.type is 'mxfp9'; known: {KNOWN_TYPES}. Did you mean 'mxfp8'? See 'qcollect formats'.",
         "--set capture.valuess: unknown key; did you mean 'capture.values'?",
         "--set capture.target: capture.target is 0; must be at least 1",
     ]
@@ -124,16 +125,17 @@ def test_all_errors_are_listed_in_the_order_of_the_file_then_of_the_overrides(re
         ("launch: [a]",
          f"launch is ['a']; must be a section with keys of: {LAUNCH_KEYS}"),
         ("quant: {scale_rule: flor}",
-         "quant.scale_rule is 'flor'; known: floor, ceil, even, rceil. Did you mean 'floor'?"),
-        ("quant: {block_size: 0}", "quant.block_size is 0; must be at least 1"),
-        ("quant: {type: 8}",
-         "quant.type is 8; known: bf16, fp16, hifp8, mxfp4, mxfp8, mxfp8_e5m2, none. See 'qcollect formats'."),
+         "quant.scale_rule is 'flor'; known: floor, ceil, even, rceil, nearest. Did you mean 'floor'?"),
+        ("quant: {block_size: 0}", "quant.block_size is 0; must be a whole number, 1 or more, or two of them "
+         "(rows and columns), like [16, 16]"),
+        ("quant: {type: 8}", f"quant.type is 8; known: {KNOWN_TYPES}. See 'qcollect formats'."),
         ("quant: {types: []}", "quant.types is []; must name at least one quant type"),
         ("quant: {types: [mxfp8, mxfp8]}", "quant.types is ['mxfp8', 'mxfp8']; a quant type is named twice"),
-        ("quant: {types: [mxfp8, mxfp5]}", "quant.types is ['mxfp8', 'mxfp5']; 'mxfp5' is not one; known: bf16, fp16, "
-         "hifp8, mxfp4, mxfp8, mxfp8_e5m2, none. Did you mean 'mxfp8'? See 'qcollect formats'."),
+        ("quant: {types: [mxfp8, mxfp5]}", "quant.types is ['mxfp8', 'mxfp5']; 'mxfp5' is not one; "
+         f"known: {KNOWN_TYPES}. Did you mean 'mxfp8'? See 'qcollect formats'."),
         ("quant: {type: hifp8, scale_rule: even}", "quant.scale_rule is 'even', and hifp8 takes none; leave it out"),
-        ("quant: {type: hifp8, rounding: nearest_even}", "quant.rounding is 'nearest_even', and hifp8 takes half_away"),
+        ("quant: {type: hifp8, rounding: nearest_even}", "quant.rounding is 'nearest_even', and hifp8 takes half_away, "
+         "hybrid, stochastic"),
         ("quant: {type: bf16, block_size: 32}", "quant.block_size is 32, and bf16 has no blocks; leave it out"),
         ("quant: {overrides: {wgrad: {type: bf16, scale_rule: floor}}}",
          "quant.overrides.wgrad.scale_rule is 'floor', and bf16 takes none; leave it out"),

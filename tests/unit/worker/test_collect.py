@@ -204,7 +204,7 @@ def test_folder_that_cannot_be_written_is_named(tmp_path):
         ),
         ({"overrides": {"wgrad": {"type": "bf17"}}}, UsageError, "collect: quant.overrides.wgrad.type is 'bf17'"),
         ({"scale_rule": "floor", "quant_type": "hifp8"}, UsageError, "collect: quant.scale_rule is 'floor', and hifp8"),
-        ({"quant_type": "mxfp9"}, FormatError, "quant type 'mxfp9' is not known; known: bf16, fp16, hifp8, mxfp4, "),
+        ({"quant_type": "mxfp9"}, FormatError, "quant type 'mxfp9' is not known; known: bf16, fp16, fp8_e4m3, "),
         ({"target": 0}, UsageError, "collect: capture.target is 0; must be at least 1"),
         ({"modules": "*.q_proj"}, SelectionError, "capture.modules: '*.q_proj' matches nothing; there are: 0, 2"),
         ({"layers": [5]}, SelectionError, "capture.layers is [5]: index 5 does not exist, there are 3 (0-2)"),

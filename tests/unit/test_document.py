@@ -1,6 +1,6 @@
 import pytest
 
-from qcollect.recipe.document import parse_yaml
+from qcollect.document import parse_yaml
 
 
 @pytest.mark.parametrize(

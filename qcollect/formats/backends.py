@@ -1,0 +1,81 @@
+"""Which way a tensor is quantized: Triton's kernels on a GPU, what was compiled before on the CPU, plain torch else.
+
+All give the same bits, so the choice is nobody's but this module's.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qcollect.formats import compiled, triton_launch
+from qcollect.formats.eager import Choices
+from qcollect.formats.error_stats import ErrorStats
+from qcollect.formats.records import ScaleRule, TensorScale
+from qcollect.formats.scales import tensor_amax, tensor_encode
+
+
+class Run(Protocol):
+    """Quantizes and dequantizes ``x`` into ``out`` (dense, as ``x``, or ``x`` itself)."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool
+    ) -> None: ...
+
+
+def prepare(choices: Choices, dtype: torch.dtype, *, has_encode: bool) -> tuple[bool, str]:
+    """Compile for the CPU what ``find_run`` may take later, if it is not there; whether that worked, and if not why."""
+    return compiled.prepare([choices], [dtype], has_encode=has_encode)
+
+
+def find_run(x: Tensor, choices: Choices, encode: Tensor | None) -> Run | None:
+    """The fastest way for ``x`` (not empty); None: plain torch."""
+    if x.device.type == "cpu":
+        return compiled.run if compiled.supports(x, choices, has_encode=encode is not None) else None
+    return triton_launch.run if triton_launch.supports(x, choices) else None
+
+
+def run_both(
+    x: Tensor, last: Choices, first: Choices, encodes: tuple[Tensor | None, Tensor | None], *, with_tensor_scale: bool
+) -> tuple[Tensor, Tensor] | None:
+    """``x`` (two dimensions) with blocks along axis 1 and along axis 0, read once; None where that is not possible."""
+    if x.device.type == "cpu" or not triton_launch.supports_both(x, last, first):
+        return None
+    along_last, along_first = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    triton_launch.run_both(x, along_last, along_first, last, first, *encodes, with_tensor_scale=with_tensor_scale)
+    return along_last, along_first
+
+
+def run_with_stats(
+    x: Tensor, choices: Choices, encode: Tensor | None, *, histograms: bool
+) -> tuple[Tensor, ErrorStats] | None:
+    """The values of ``x`` and their statistics in one pass; None where that is not possible."""
+    if x.device.type == "cpu" or not triton_launch.supports(x, choices):
+        return None
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return out, triton_launch.run_with_stats(x, out, choices, encode, with_tensor_scale=True, histograms=histograms)
+
+
+def find_amax(x: Tensor, tensor_scale: TensorScale) -> Tensor:
+    """``scales.tensor_amax``."""
+    if _has_kernels(x):
+        return triton_launch.amax(x, sees_nonfinite=tensor_scale.sees_nonfinite)
+    return tensor_amax(x, tensor_scale)
+
+
+def find_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule) -> Tensor:
+    """``scales.tensor_encode`` of the abs max of ``x``."""
+    if _has_kernels(x):
+        return triton_launch.amax_and_encode(x, tensor_scale, rule)[1]
+    return tensor_encode(tensor_amax(x, tensor_scale), tensor_scale, rule)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.numel() > 0 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,377 @@
+"""What torch's compiler makes on the CPU: the bits of plain torch for every variant, and nothing compiled unasked."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcollect.formats import compiled
+from qcollect.formats.catalog import POWER_OF_TWO_RULES, QUANT_TYPES, TensorScale
+from qcollect.formats.eager import Choices, limit_values, restore_values, round_values, scale_values
+from qcollect.formats.elements import HYBRID_SOURCES
+from qcollect.formats.records import Rounding, ScaleRule
+from qcollect.formats.scales import tensor_amax, tensor_encode
+
+np = pytest.importorskip("numpy")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+
+VECTORS = Path(__file__).parents[2] / "oracle" / "vectors"
+MX_TYPES = {"e4m3": "mxfp8", "e5m2": "mxfp8_e5m2", "e3m2": "mxfp6_e3m2", "e2m3": "mxfp6_e2m3", "e2m1": "mxfp4"}
+EXHAUSTIVE = "QCOLLECT_TEST_ALL_VARIANTS"
+# what is compiled by every run of the tests: (type, along the last axis, dtype, rounding, scale rule)
+USUAL = {
+    ("mxfp8", True, torch.float32, "nearest_even", "floor"),
+    ("mxfp8", False, torch.float32, "nearest_even", "floor"),
+    ("mxfp8", True, torch.bfloat16, "nearest_even", "floor"),
+    ("mxfp4", True, torch.float32, "nearest_even", "rceil"),
+    ("nvfp4", True, torch.float32, "nearest_even", "nearest"),
+    ("hifp8", True, torch.float32, "half_away", None),
+    ("fp8_e4m3", True, torch.float32, "nearest_even", "nearest"),
+}
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@pytest.fixture(scope="session")
+def cache_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kept from run to run: to compile one variant takes about ten seconds."""
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("compiled")) if cache is not None else tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(autouse=True)
+def _with_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
+
+
+def choices_of(
+    quant_type: str,
+    *,
+    axis: int = 1,
+    rule: ScaleRule | None = None,
+    rounding: Rounding | None = None,
+    saturate: bool = False,
+    source: torch.dtype = torch.float32,
+) -> Choices:
+    entry = QUANT_TYPES[quant_type]
+    assert entry.rounding is not None
+    return Choices(
+        quant_type=entry,
+        axis=axis,
+        scale_rule=rule or entry.scale_rule,
+        rounding=rounding or entry.rounding,
+        block_size=entry.block_size,
+        saturate=saturate,
+        source=HYBRID_SOURCES[source],
+    )
+
+
+def by_compiler(
+    x: Tensor, choices: Choices, cache_dir: Path, encode: Tensor | None = None, *, with_tensor_scale: bool = True
+) -> Tensor:
+    has_encode = encode is not None
+    is_last = choices.block_size is None or choices.axis == x.dim() - 1
+    variant = compiled._variant(choices, x.dtype, is_last=is_last, has_encode=has_encode)
+    if variant not in compiled._kernels:  # and not what lies along the other axes
+        is_usual = (choices.quant_type.name, is_last, x.dtype, choices.rounding, choices.scale_rule) in USUAL
+        if not (is_usual or os.environ.get(EXHAUSTIVE)):
+            pytest.skip(f"takes ten seconds to compile; {EXHAUSTIVE}=1 runs it, as shell/check --real does")
+        compiled._kernels[variant] = compiled._load_or_compile(variant, cache_dir)
+    assert compiled.supports(x, choices, has_encode=has_encode)
+    out = torch.full(x.shape, 12345.0, dtype=x.dtype)
+    compiled.run(x, out, choices, encode, with_tensor_scale=with_tensor_scale)
+    return out
+
+
+def by_steps(x: Tensor, choices: Choices, encode: Tensor | None = None, *, with_tensor_scale: bool = True) -> Tensor:
+    scaled = scale_values(x, choices, encode)
+    round_values(scaled, x, choices)
+    limit_values(scaled, choices)
+    restore_values(scaled, with_tensor_scale=with_tensor_scale)
+    return scaled.blocks.cut(x.shape).to(x.dtype)
+
+
+def encode_of(x: Tensor, choices: Choices, rule: ScaleRule | None = None) -> Tensor | None:
+    tensor_scale: TensorScale | None = choices.quant_type.tensor_scale
+    if tensor_scale is None or not tensor_scale.is_inherent:
+        return None
+    used = rule or choices.scale_rule
+    assert used is not None
+    return tensor_encode(tensor_amax(x, tensor_scale), tensor_scale, used)
+
+
+def assert_bits(y: Tensor, expected: Tensor) -> None:
+    assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
+    integer = INTEGERS[y.dtype]
+    is_wrong = (y.contiguous().view(integer) != expected.contiguous().view(integer)) & ~(y.isnan() & expected.isnan())
+    wrong = is_wrong.flatten().nonzero().flatten()
+    assert wrong.numel() == 0, f"{wrong.numel()} of {y.numel()} differ, first at {wrong[0]}"
+
+
+def vectors(name: str) -> dict[str, Tensor]:
+    """The arrays of a file of vectors, those of float32 bits as float32."""
+    with np.load(VECTORS / f"{name}.npz") as arrays:
+        return {
+            key: torch.from_numpy(arrays[key].view(np.float32).copy())
+            for key in arrays
+            if arrays[key].dtype == np.uint32
+        }
+
+
+def awkward(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Any bit pattern, every magnitude, many ties, both zeros, blocks of zeros; NaN, Inf and subnormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    integer = INTEGERS[dtype]
+    limits = torch.iinfo(integer)
+    patterns = torch.randint(limits.min, limits.max, (rows, columns), generator=generator, dtype=torch.int64)
+    patterns = patterns.to(integer).view(dtype)
+    numbers = torch.randn(rows, columns, generator=generator)
+    numbers = torch.where(torch.rand(rows, columns, generator=generator) < 0.3, (numbers * 8).round() / 8, numbers)
+    exponents = torch.randint(-150, 128, (rows, 1), generator=generator).to(torch.float64)
+    scaled = (numbers * torch.exp2(exponents)).to(dtype)
+    x = torch.where(torch.arange(rows)[:, None] % 4 == 0, patterns, scaled)
+    x[5::16] = -0.0
+    x[6::16] = numbers[6::16].to(dtype)
+    return x
+
+
+# --- vectors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", POWER_OF_TWO_RULES)
+@pytest.mark.parametrize("name", MX_TYPES)
+def test_vectors_of_blocks(name: str, rule: ScaleRule, cache_dir: Path) -> None:
+    stored = vectors(f"mx_{name}_{rule}")
+    choices = choices_of(MX_TYPES[name], rule=rule)
+    assert_bits(by_compiler(stored["x"], choices, cache_dir), stored["y"])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8"])
+def test_vectors_of_blocks_along_another_axis(name: str, cache_dir: Path) -> None:
+    stored = vectors(f"mx_{name}_floor")
+    x, y = (stored[key].t().contiguous() for key in ("x", "y"))
+    choices = choices_of({**MX_TYPES, "int8": "mxint8"}[name], axis=0)
+    assert_bits(by_compiler(x, choices, cache_dir), y)
+
+
+def test_vectors_of_integer_blocks(cache_dir: Path) -> None:
+    stored = vectors("mx_int8_floor")
+    assert_bits(by_compiler(stored["x"], choices_of("mxint8"), cache_dir), stored["y"])
+
+
+@pytest.mark.parametrize("axis", [1, 0])
+@pytest.mark.parametrize("name", ["e4m3", "e2m1"])
+def test_vectors_of_short_last_blocks(name: str, axis: int, cache_dir: Path) -> None:
+    stored = vectors("mx_tail_axis")
+    choices = choices_of(MX_TYPES[name], axis=axis)
+    assert_bits(by_compiler(stored["x"], choices, cache_dir), stored[f"y_{name}_axis{'last' if axis else 0}"])
+
+
+@pytest.mark.parametrize("axis", [1, 0])
+def test_vectors_of_blocks_with_a_scale_of_the_tensor(axis: int, cache_dir: Path) -> None:
+    stored = vectors("nvfp4")
+    for x, y in zip(stored["x"], stored["y"], strict=True):
+        source, expected = (x, y) if axis else (x.t().contiguous(), y.t().contiguous())
+        choices = choices_of("nvfp4", axis=axis)
+        assert_bits(by_compiler(source, choices, cache_dir, encode_of(source, choices)), expected)
+
+
+@pytest.mark.parametrize(("rule", "key"), [("nearest", "y"), ("rceil", "y_pow2")])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_vectors_of_a_scale_of_the_tensor(name: str, rule: ScaleRule, key: str, cache_dir: Path) -> None:
+    stored = vectors(f"pertensor_{name}")
+    choices = choices_of(f"fp8_{name}", rule=rule)
+    for x, y in zip(stored["x"], stored[key], strict=True):
+        assert_bits(by_compiler(x, choices, cache_dir, encode_of(x, choices)), y)
+
+
+def test_vectors_of_tapered_elements(cache_dir: Path) -> None:
+    stored = vectors("elem_hif8_ta")
+    assert_bits(by_compiler(stored["x"], choices_of("hifp8"), cache_dir), stored["y"])
+    is_number = ~stored["x"].isnan()
+    saturated = by_compiler(stored["x"], choices_of("hifp8", saturate=True), cache_dir)
+    assert_bits(saturated[is_number], stored["y_sat"][is_number])
+    assert saturated[~is_number].isnan().all()
+
+
+@pytest.mark.parametrize(("source", "x", "y"), [(torch.float32, "x", "y_sr14"), (torch.bfloat16, "xb", "y_sr2")])
+def test_vectors_of_hybrid_rounding(source: torch.dtype, x: str, y: str, cache_dir: Path) -> None:
+    stored = vectors("elem_hif8_hybrid")
+    choices = choices_of("hifp8", rounding="hybrid", source=source)
+    assert_bits(by_compiler(stored[x], choices, cache_dir), stored[y])
+
+
+# --- the bits of plain torch --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize(("quant_type", "axis"), [("mxfp8", 1), ("mxfp4", 0), ("nvfp4", 1), ("nvfp4", 0), ("hifp8", 1)])
+def test_any_number_of_any_dtype(quant_type: str, axis: int, dtype: torch.dtype, cache_dir: Path) -> None:
+    choices = choices_of(quant_type, axis=axis)
+    x = awkward(1024, 256, dtype)
+    x = x if axis else x.t().contiguous()
+    encode = encode_of(x, choices)
+    assert_bits(by_compiler(x, choices, cache_dir, encode), by_steps(x, choices, encode))
+
+
+def test_halves_away_from_zero_in_blocks(cache_dir: Path) -> None:
+    choices, x = choices_of("mxfp8", rounding="half_away"), awkward(1024, 256)
+    assert_bits(by_compiler(x, choices, cache_dir), by_steps(x, choices))
+
+
+@pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**20])
+def test_a_power_of_two_for_the_tensor(factor: float, cache_dir: Path) -> None:
+    choices, x, encode = choices_of("hifp8"), awkward(512, 256), torch.tensor(factor)
+    assert_bits(by_compiler(x, choices, cache_dir, encode), by_steps(x, choices, encode))
+
+
+@pytest.mark.parametrize("quant_type", ["nvfp4", "fp8_e4m3"])
+def test_units_of_the_tensors_scale(quant_type: str, cache_dir: Path) -> None:
+    choices, x = choices_of(quant_type), torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    encode = encode_of(x, choices)
+    y = by_compiler(x, choices, cache_dir, encode, with_tensor_scale=False)
+    assert_bits(y, by_steps(x, choices, encode, with_tensor_scale=False))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((1, 32), 1),
+        ((1, 20), 1),
+        ((7, 33), 1),
+        ((3, 5, 64), 2),
+        ((32, 1), 0),
+        ((32, 7), 0),
+        ((100, 48), 0),
+        ((3, 64, 5), 1),
+        ((2, 70, 3), 1),
+        ((64, 2, 3), 0),
+        ((96,), 0),
+    ],
+)
+def test_every_shape_takes_the_same_library(shape: tuple[int, ...], axis: int, cache_dir: Path) -> None:
+    # a last axis with one element inside of it counts as the last
+    choices = choices_of("mxfp8", axis=axis)
+    for is_last in (True, False):
+        variant = compiled._variant(choices, torch.float32, is_last=is_last, has_encode=False)
+        compiled._kernels.setdefault(variant, compiled._load_or_compile(variant, cache_dir))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    out = torch.empty_like(x)
+    compiled.run(x, out, choices, None, with_tensor_scale=True)
+    assert_bits(out, by_steps(x, choices))
+
+
+def test_strided_and_in_place(cache_dir: Path) -> None:
+    choices = choices_of("mxfp8")
+    x = awkward(256, 128)
+    expected = by_steps(x, choices)
+    assert_bits(by_compiler(x.t().contiguous().t(), choices, cache_dir), expected)
+    compiled.run(x, x, choices, None, with_tensor_scale=True)
+    assert_bits(x, expected)
+
+
+def test_subnormals_stay_on(cache_dir: Path) -> None:
+    choices = choices_of("mxfp8")
+    by_compiler(torch.ones(2, 32), choices, cache_dir)
+    assert float(torch.tensor(2.0**-127) * 0.5) == 2.0**-128
+    x = torch.full((2, 32), 2.0**-127)
+    assert_bits(by_compiler(x, choices, cache_dir), x)
+
+
+# --- when something is compiled -----------------------------------------------------------------
+
+
+@pytest.fixture
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("compiled unasked")
+
+    monkeypatch.setattr(compiled, "_compile", refuse)
+    torch._dynamo.utils.counters.clear()
+    yield
+    assert not torch._dynamo.utils.counters["stats"]
+
+
+def test_what_was_not_prepared_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_kernels", {})
+    assert not compiled.supports(torch.ones(64, 64), choices_of("mxfp8"))
+
+
+def test_small_tensors_and_other_devices_are_not_supported(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = choices_of("mxfp8")
+    by_compiler(torch.ones(2, 32), choices, cache_dir)
+    assert not compiled.supports(torch.ones(64, 64, device="meta"), choices)
+    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 4097)
+    assert not compiled.supports(torch.ones(64, 64), choices)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        choices_of("mxfp8", rounding="stochastic"),
+        replace(choices_of("mxfp8"), block_size=(16, 16)),
+        choices_of("hif4"),
+        choices_of("bf16"),
+    ],
+)
+def test_choices_without_a_variant_are_passed_over(choices: Choices, tmp_path: Path) -> None:
+    assert compiled.prepare([choices], [torch.float32], cache_dir=tmp_path) == (True, "")
+    assert not any(tmp_path.iterdir())
+    assert not compiled.supports(torch.ones(64, 64), choices)
+
+
+def test_preparing_again_and_running_compiles_nothing(cache_dir: Path, request: pytest.FixtureRequest) -> None:
+    choices = choices_of("mxfp8", axis=0)
+    assert compiled.prepare([choices], [torch.float32], cache_dir=cache_dir) == (True, "")
+    request.getfixturevalue("_without_compiler")
+    assert compiled.prepare([choices], [torch.float32], cache_dir=cache_dir) == (True, "")
+    threads = torch.get_num_threads()
+    for rows, columns in ((32, 48), (64, 64), (96, 1), (1024, 32), (33, 2)):
+        x = torch.randn(rows, columns, requires_grad=True)
+        out = torch.empty(rows, columns)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(rows % 64 == 0):
+            compiled.run(x, out, choices, None, with_tensor_scale=True)
+        torch.set_num_threads(1 + rows % 2)
+        assert_bits(out, by_steps(x, choices))
+    torch.set_num_threads(threads)
+
+
+def test_another_process_loads_what_was_compiled(cache_dir: Path) -> None:
+    choices = choices_of("mxfp8")
+    assert compiled.prepare([choices], [torch.float32], cache_dir=cache_dir)[0]
+    code = f"""
+import torch
+from pathlib import Path
+from qcollect.formats import compiled
+from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.formats.eager import Choices
+torch.export.export = None  # nothing to compile with
+choices = Choices(quant_type=QUANT_TYPES["mxfp8"], axis=1, scale_rule="floor", rounding="nearest_even", block_size=32,
+                  saturate=False)
+print(compiled.prepare([choices], [torch.float32], cache_dir=Path({str(cache_dir)!r})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(True, '')", done.stderr
+
+
+def test_without_a_compiler_the_reason_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path)
+    assert not is_ready
+    assert "compiler" in reason
+    assert not list(tmp_path.glob("*.pt2"))
+
+
+def test_an_unusable_folder_is_a_reason_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_kernels", {})
+    (tmp_path / "file").touch()
+    is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path / "file")
+    assert not is_ready
+    assert "FileExistsError" in reason

@@ -1,0 +1,103 @@
+"""The Triton kernels, run by Triton's interpreter on CPU tensors, against the same computation step by step."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcollect.formats import triton_launch
+from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.formats.scales import tensor_amax
+
+pytest.importorskip("numpy")
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+if "triton" in sys.modules:
+    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("with a CUDA device, tests/gpu/formats.py runs the kernels themselves", allow_module_level=True)
+
+# Triton looks at the variable when a kernel is defined.
+os.environ["TRITON_INTERPRET"] = "1"
+from qcollect.formats import triton_kernels  # noqa: F401
+
+del os.environ["TRITON_INTERPRET"]
+
+_PATH = Path(__file__).resolve().parents[2] / "gpu" / "formats.py"
+_SPEC = importlib.util.spec_from_file_location("gpu_formats", _PATH)
+assert _SPEC is not None and _SPEC.loader is not None
+gpu = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(gpu)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_every_reference_vector() -> None:
+    gpu.check_vectors("cpu")
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_rule_and_rounding_gives_the_bits_of_plain_torch(part: int) -> None:
+    gpu.check_combinations("cpu", part, 8)
+
+
+def test_both_orientations_at_once() -> None:
+    gpu.check_both("cpu")
+
+
+def test_statistics_are_those_of_float64() -> None:
+    gpu.check_stats("cpu")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", "hifp8"])
+@pytest.mark.parametrize("values", [[], [1.5, -3.0], [float("nan"), 2.0], [float("inf"), -2.0], [1e-44], [3e38]])
+def test_factor_of_a_tensor_follows_from_its_abs_max(name: str, values: list[float]) -> None:
+    x = torch.zeros(5000)
+    x[4000 : 4000 + len(values)] = torch.tensor(values)
+    entry = QUANT_TYPES[name]
+    assert entry.tensor_scale is not None
+    amax, _ = triton_launch.amax_and_encode(x, entry.tensor_scale, entry.scale_rule)
+    assert gpu.num_different(amax, tensor_amax(x, entry.tensor_scale)) == 0
+    for rule in entry.scale_rules or (None,):
+        _, encode = triton_launch.amax_and_encode(x, entry.tensor_scale, rule)
+        assert gpu.num_different(encode, gpu.encode_of(x, gpu.make_choices(entry, x, scale_rule=rule))) == 0
+
+
+def test_abs_max_with_and_without_what_is_not_finite() -> None:
+    x = torch.tensor([1.0, float("-inf"), -7.0])
+    assert triton_launch.amax(x) == float("inf")
+    assert triton_launch.amax(x, sees_nonfinite=False) == 7.0
+    assert triton_launch.amax(torch.full((2, 3), float("nan")), sees_nonfinite=False) == 0.0
+
+
+def test_tensor_that_is_not_dense_is_read_in_its_own_order() -> None:
+    x = torch.randn(96, 40, generator=torch.Generator().manual_seed(0)).t()
+    choices = gpu.make_choices(QUANT_TYPES["mxfp8"], x)
+    assert gpu.num_different(gpu.by_kernels(x, choices, None), gpu.reference(x, choices, None)) == 0
+
+
+def test_output_may_be_the_input() -> None:
+    x = torch.randn(70, 33, generator=torch.Generator().manual_seed(0))
+    choices = gpu.make_choices(QUANT_TYPES["mxfp4"], x, 0)
+    expected = gpu.reference(x, choices, None)
+    triton_launch.run(x, x, choices, None, with_tensor_scale=True)
+    assert gpu.num_different(x, expected) == 0
+
+
+def test_what_the_kernels_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(4, 8192)
+    mxfp8 = gpu.make_choices(QUANT_TYPES["mxfp8"], x)
+    assert triton_launch.supports(x, mxfp8)
+    assert not triton_launch.supports(x.to(torch.float64), mxfp8)
+    assert not triton_launch.supports(x, gpu.make_choices(QUANT_TYPES["bf16"], x))
+    assert not triton_launch.supports(x, gpu.make_choices(QUANT_TYPES["mxfp8"], x, block_size=8000))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not triton_launch.supports(x, mxfp8)

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from qcollect.formats.eager import Choices
 from qcollect.formats.elements import BIAS, MANTISSA_WIDTH, HybridSource
-from qcollect.formats.records import Element, QuantType, ScaleFormat, TensorScale
+from qcollect.formats.records import Element, QuantType, Rounding, ScaleFormat, TensorScale
 from qcollect.formats.scales import CARRY
 
 _MAX_FLOAT_EXPONENT = 127
 _MIN_NORMAL_EXPONENT = -126
+# Of the abs max of a block, twice that of an element: squares and 2^23 spacings are far from float32's ends.
+_MAX_MODERATE_EXPONENT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +27,18 @@ class Rule:
 
     Args:
         lowest_bits, highest_bits: ends of the exponents that have a spacing of their own.
-        needs_top: whether values may be far beyond the maximum: not under a power of two from
-            their own abs max.
+        needs_top: whether values far beyond the maximum have to be kept out of the spacing: not those under a
+            power of two from their own abs max, nor those that ``limit_from`` tells.
         has_short_mantissas: whether the numbers that are rounded are those of a 16-bit dtype, but for powers of two.
         mantissa_steps: from an exponent down to its spacing.
-        taper_bounds, taper_steps: where the distance from exponent 0 is beyond a bound, spacing grows by the steps.
+        taper_bounds, taper_steps: where the distance from exponent 0 is beyond a bound, the steps that hold instead.
+        magic_factor, taper_factors: from an exponent, as a power of two, to 2^23 spacings.
         max_value, limit: a magnitude that rounds beyond the first becomes the second.
+        has_limit_from, limit_from: the least float32 that does, where the rounding alone decides.
         half_away_bound: largest distance from exponent 0 at which hybrid rounding is half away.
         tiny_exponent: below it hybrid rounding gives zero.
         has_blocks: whether blocks have scales.
+        can_keep_scale: whether blocks can be rounded without a division by their scales, where these are moderate.
         is_power_of_two: whether these are bare powers of two; from ``carry`` to ``scale_top_bits`` fields are theirs,
             those from ``factor`` to ``rounds_to_bfloat16`` of the others.
         carry: added to the bits of an abs max before its mantissa is cut off.
@@ -58,8 +63,12 @@ class Rule:
     num_tapers: int
     taper_bounds: tuple[int, ...]
     taper_steps: tuple[int, ...]
+    magic_factor: float
+    taper_factors: tuple[float, ...]
     max_value: float
     limit: float
+    has_limit_from: bool
+    limit_from: float
     signed_zero: bool
     keeps_minus_zero: bool
     is_half_away: bool
@@ -71,6 +80,7 @@ class Rule:
     half_away_bound: int
     tiny_exponent: int
     has_blocks: bool
+    can_keep_scale: bool
     is_power_of_two: bool
     carry: int
     offset_steps: int
@@ -105,6 +115,7 @@ class Tile:
     Args:
         padded_rows, padded_width: the next powers of two.
         wraps: whether the blocks of a tile may go on in the next band of blocks.
+        has_one_band, has_one_outer: whether there is one band, and one outer index, only.
         is_full: whether every tile is whole, so that nothing is masked.
         is_large: whether an element's place needs 64 bits.
         num_warps: of a program.
@@ -117,6 +128,8 @@ class Tile:
     padded_rows: int
     padded_width: int
     wraps: bool
+    has_one_band: bool
+    has_one_outer: bool
     is_full: bool
     is_large: bool
     num_warps: int
@@ -177,23 +190,26 @@ def make_rule(choices: Choices, dtype: torch.dtype, *, has_encode: bool, with_te
     source = choices.source or HybridSource(num_bits=1, shift=0, num_ones=0)
     scale_format = entry.scale_format or _NO_SCALE
     has_encode = has_encode and not (has_blocks and is_power_of_two)
+    limit = element.max_value if choices.saturate or element.overflow == "saturate" else math.inf
+    has_limit_from = not has_blocks and choices.rounding in ("nearest_even", "half_away")
     width, lowest = scale_format.mantissa_bits, 2.0**scale_format.min_exponent
     has_subnormals = scale_format.min_value < lowest
     return Rule(
         lowest_bits=_exponent_field(element.min_exponent),
         # one binade above the maximum: whatever is there is beyond it in any spacing
         highest_bits=_exponent_field(element.max_exponent + 1),
-        needs_top=not (has_blocks and is_power_of_two),
+        needs_top=not (has_limit_from or (has_blocks and is_power_of_two)),
         has_short_mantissas=dtype != torch.float32 and (is_power_of_two if has_blocks else not has_encode),
         mantissa_steps=element.mantissa_bits << MANTISSA_WIDTH,
         num_tapers=max(len(element.taper) - 1, 0),
         taper_bounds=tuple(bound << MANTISSA_WIDTH for bound, _ in element.taper[:-1]),
-        taper_steps=tuple(
-            (bits - next_bits) << MANTISSA_WIDTH
-            for (_, bits), (_, next_bits) in zip(element.taper, element.taper[1:], strict=False)
-        ),
+        taper_steps=tuple(bits << MANTISSA_WIDTH for _, bits in element.taper[1:]),
+        magic_factor=2.0 ** (MANTISSA_WIDTH - element.mantissa_bits),
+        taper_factors=tuple(2.0 ** (MANTISSA_WIDTH - bits) for _, bits in element.taper[1:]),
         max_value=element.max_value,
-        limit=element.max_value if choices.saturate or element.overflow == "saturate" else math.inf,
+        limit=limit,
+        has_limit_from=has_limit_from,
+        limit_from=_limit_from(element, choices.rounding) if has_limit_from else math.inf,
         signed_zero=element.signed_zero,
         keeps_minus_zero=entry.keeps_minus_zero or not has_blocks,
         is_half_away=choices.rounding == "half_away",
@@ -205,6 +221,14 @@ def make_rule(choices: Choices, dtype: torch.dtype, *, has_encode: bool, with_te
         half_away_bound=element.taper[0][0] if element.taper else 0,
         tiny_exponent=element.min_exponent - 1,
         has_blocks=has_blocks,
+        can_keep_scale=has_blocks
+        and is_power_of_two
+        and choices.rounding == "nearest_even"
+        and limit == element.max_value
+        and not (element.taper or entry.micro_exponents)
+        and -_MAX_MODERATE_EXPONENT <= element.min_exponent <= element.max_exponent <= _MAX_MODERATE_EXPONENT
+        and scale_format.min_exponent <= -3 * _MAX_MODERATE_EXPONENT
+        and scale_format.max_exponent >= 3 * _MAX_MODERATE_EXPONENT,
         is_power_of_two=is_power_of_two,
         carry=carry(element) if carry else 0,
         offset_steps=element.max_exponent << MANTISSA_WIDTH,
@@ -270,6 +294,15 @@ def _exponent_field(exponent: int) -> int:
     return max(exponent + BIAS, 0) << MANTISSA_WIDTH
 
 
+def _limit_from(element: Element, rounding: Rounding) -> float:
+    """The least float32 that rounds beyond the maximum: half a spacing further, or the next where that rounds down."""
+    bits = next((bits for bound, bits in element.taper if abs(element.max_exponent) <= bound), element.mantissa_bits)
+    spacing = 2.0 ** (element.max_exponent - bits)
+    half_way = torch.tensor(element.max_value + spacing / 2, dtype=torch.float32)
+    is_up = rounding == "half_away" or element.max_value / spacing % 2 == 1
+    return float(half_way if is_up else torch.nextafter(half_way, torch.tensor(math.inf)))
+
+
 def _scale_factor(entry: QuantType) -> float:
     dtype = getattr(torch, entry.scale_arithmetic)
     return float(torch.tensor(1.0 / entry.max_element, dtype=torch.float32).to(dtype))
@@ -316,6 +349,8 @@ def cut(shape: tuple[int, int, int], rows: int, width: int, size: TileSize, elem
         padded_rows=padded[0],
         padded_width=padded[1],
         wraps=wraps,
+        has_one_band=num_bands == 1,
+        has_one_outer=outer == 1,
         is_full=is_full,
         is_large=outer * (num_rows + padded[0]) * (columns + num_blocks * padded[1]) >= 1 << 31,
         num_warps=size.num_warps,

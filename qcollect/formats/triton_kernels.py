@@ -27,7 +27,11 @@ _ONE_STEP = tl.constexpr(1 << 23)
 _BIAS_STEPS = tl.constexpr(127 << 23)
 _MAGIC_STEPS = tl.constexpr(23 << 23)  # from a spacing to 2^23 of it
 _INVERSE_STEPS = tl.constexpr(254 << 23)  # from a power of two to its reciprocal, subtracted from
+_ENCODE_PLACE = tl.constexpr(4)  # in float32 numbers: sixteen bytes
+_SHARES_PLACE = tl.constexpr(8)
 _NUM_BINS = tl.constexpr(256)
+_MODERATE_STEPS = tl.constexpr(64 << 23)  # blocks can be rounded at their scale
+_SQUARES_STEPS = tl.constexpr(32 << 23)  # squares of errors are normal numbers, too
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 # Triton's interpreter cuts float32 off where it should round to bfloat16, and misreads bfloat16 subnormals.
 _CONVERTS_BY_BITS = tl.constexpr(triton.knobs.runtime.interpret)
@@ -106,13 +110,20 @@ def _places(tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, T
         band = block // column_blocks
         block_column = block % column_blocks
     else:
-        num_chunks = tl.cdiv(column_blocks, TILE.num_blocks)
-        band = tile // num_chunks
-        block_column = (tile % num_chunks) * TILE.num_blocks + n
-    outer = band // row_blocks
-    row = (band % row_blocks) * TILE.rows + r
+        chunk = tile
+        band = tile * 0
+        if not TILE.has_one_band:
+            num_chunks = tl.cdiv(column_blocks, TILE.num_blocks)
+            chunk = tile % num_chunks
+            band = tile // num_chunks
+        block_column = chunk * TILE.num_blocks + n
     column = block_column * TILE.width + w
-    places = (outer * num_rows + row) * num_columns + column
+    if TILE.has_one_outer:
+        row = band * TILE.rows + r
+        places = row * num_columns + column
+    else:
+        row = (band % row_blocks) * TILE.rows + r
+        places = (band // row_blocks * num_rows + row) * num_columns + column
     exists = (row < num_rows) & (column < num_columns) & (r < TILE.rows) & (w < TILE.width)
     if TILE.wraps:
         exists = exists & (band < num_bands)
@@ -228,18 +239,27 @@ def _scale_codes(scale, RULE: tl.constexpr):
 
 
 @triton.jit
-def _spacing_bits(magnitudes, RULE: tl.constexpr):
-    """The bits of the distance of neighbouring element values."""
+def _exponents(magnitudes, RULE: tl.constexpr):
+    """Powers of two, as bits, that have a spacing of their own."""
     exponents = tl.maximum(magnitudes & _EXPONENT_MASK, RULE.lowest_bits)
     if RULE.needs_top:
         exponents = tl.minimum(exponents, RULE.highest_bits)
-    spacing = exponents - RULE.mantissa_steps
+    return exponents
+
+
+@triton.jit
+def _spacings(exponents, RULE: tl.constexpr):
+    """The bits of the distance of neighbouring element values, and 2^23 times that distance."""
+    steps = RULE.mantissa_steps
+    factor = RULE.magic_factor
     if RULE.num_tapers > 0:
         distance = tl.abs(exponents - _BIAS_STEPS)
         num_tapers: tl.constexpr = RULE.num_tapers
         for i in tl.static_range(num_tapers):
-            spacing += tl.where(distance > RULE.taper_bounds[i], RULE.taper_steps[i], 0)
-    return spacing
+            is_beyond = distance > RULE.taper_bounds[i]
+            steps = tl.where(is_beyond, RULE.taper_steps[i], steps)
+            factor = tl.where(is_beyond, RULE.taper_factors[i], factor)
+    return exponents - steps, _as_float(exponents) * factor
 
 
 @triton.jit
@@ -247,9 +267,9 @@ def _round(values, random, RULE: tl.constexpr):
     """The magnitudes of ``values`` rounded to multiples of the spacing, without an upper end; NaN and Inf stay."""
     magnitudes = _as_bits(values) & _MAGNITUDE_MASK
     values = tl.abs(values)
-    spacing_bits = _spacing_bits(magnitudes, RULE)
+    exponents = _exponents(magnitudes, RULE)
+    spacing_bits, magic = _spacings(exponents, RULE)
     spacing = _as_float(spacing_bits)
-    magic = _as_float(spacing_bits + _MAGIC_STEPS)
     if RULE.is_half_away and RULE.has_short_mantissas:
         # half away is ties to even a little further out: nothing else lies that close below a tie
         values = values * 1.00000011920928955078125
@@ -272,6 +292,30 @@ def _round(values, random, RULE: tl.constexpr):
         result = half_away
     else:
         result = nearest
+    return result
+
+
+@triton.jit
+def _are_moderate(amax, STEPS: tl.constexpr):
+    """Whether the abs maxima with these bits are zero or within so many powers of two around 1, all of them."""
+    distance = tl.abs(amax - _BIAS_STEPS)
+    return tl.max(tl.where(amax == 0, 0, distance)) <= STEPS
+
+
+@triton.jit
+def _round_at_scale(values, decode, RULE: tl.constexpr):
+    """Magnitudes rounded to multiples of the spacing under moderate scales, without a division by them."""
+    magic = _as_bits(_as_float(_as_bits(values) & _EXPONENT_MASK) * RULE.magic_factor)
+    lowest_magic = _as_bits(decode) + (RULE.lowest_bits - RULE.mantissa_steps + _MAGIC_STEPS - _BIAS_STEPS)
+    magic = _as_float(tl.maximum(magic, lowest_magic))
+    return (tl.abs(values) + magic) - magic
+
+
+@triton.jit
+def _with_signs(magnitudes, values, RULE: tl.constexpr):
+    result = _as_float(_as_bits(magnitudes) | (_as_bits(values) & _SIGN_MASK))
+    if not RULE.signed_zero:
+        result = result + 0.0
     return result
 
 
@@ -303,20 +347,28 @@ def _micro_factors(values, SIZE: tl.constexpr, THRESHOLD: tl.constexpr):
 
 
 @triton.jit
-def _quantize(
-    values, places, tensor_encode, seed_low, seed_high, RULE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The tile quantized and dequantized (float32); where it was limited; the blocks' scales."""
+def _scales(amax, tensor_encode, RULE: tl.constexpr):
+    """Encode, decode and scale of blocks from the bits of their abs maxima."""
+    if RULE.is_power_of_two:
+        encode, decode, scale = _power_of_two_scales(amax, RULE)
+    else:
+        encode, decode, scale = _nearest_scales(amax, tensor_encode, RULE)
+        if RULE.has_encode and not RULE.restores_encode:
+            decode = scale
+    return encode, decode, scale
+
+
+@triton.jit
+def _quantize(values, amax, places, tensor_encode, seed_low, seed_high, RULE: tl.constexpr):
+    """The tile quantized and dequantized (float32); where it was limited; the blocks' scales.
+
+    Args:
+        amax: the bits of the abs maxima of blocks.
+    """
     if RULE.has_blocks:
         if not RULE.keeps_minus_zero:
             values = values + 0.0
-        amax = _over_blocks(_as_bits(values) & _MAGNITUDE_MASK, ROWS, WIDTH)
-        if RULE.is_power_of_two:
-            encode, decode, scale = _power_of_two_scales(amax, RULE)
-        else:
-            encode, decode, scale = _nearest_scales(amax, tensor_encode, RULE)
-            if RULE.has_encode and not RULE.restores_encode:
-                decode = scale
+        encode, decode, scale = _scales(amax, tensor_encode, RULE)
         values = values * encode
     else:
         scale = 1.0
@@ -329,19 +381,19 @@ def _quantize(
             factors = _micro_factors(values, RULE.micro_sizes[i], RULE.micro_thresholds[i])
             values = tl.where(factors == 2.0, values * 0.5, values)
             micro = micro * factors
-    bits = _as_bits(values)
     random = 0.0
     if RULE.is_stochastic:
         random = _random_fractions(places, seed_low, seed_high)
     rounded = _round(values, random, RULE)
-    is_limited = rounded > RULE.max_value
+    if RULE.has_limit_from:
+        is_limited = tl.abs(values) >= RULE.limit_from
+    else:
+        is_limited = rounded > RULE.max_value
     if RULE.has_blocks and RULE.limit == RULE.max_value:
         rounded = tl.minimum(rounded, RULE.max_value)  # drops NaN, which comes back with the scale
     else:
         rounded = tl.where(is_limited, RULE.limit, rounded)
-    result = _as_float(_as_bits(rounded) | (bits & _SIGN_MASK))
-    if not RULE.signed_zero:
-        result = result + 0.0
+    result = _with_signs(rounded, values, RULE)
     if RULE.num_micro > 0:
         result = result * micro
     if RULE.has_blocks:
@@ -377,9 +429,8 @@ def quantize_kernel(
     tensor_encode = 1.0
     if RULE.has_encode:
         tensor_encode = tl.load(encode_ptr)
-    result, _, _ = _quantize(
-        values, places, tensor_encode, seed_low, seed_high, RULE, TILE.padded_rows, TILE.padded_width
-    )
+    amax = _over_blocks(_as_bits(values) & _MAGNITUDE_MASK, TILE.padded_rows, TILE.padded_width)
+    result, _, _ = _quantize(values, amax, places, tensor_encode, seed_low, seed_high, RULE)
     _store(out_ptr, places, exists, result, TILE)
 
 
@@ -409,13 +460,35 @@ def quantize_both_kernel(
     last_encode = 1.0
     if LAST.has_encode:
         last_encode = tl.load(last_encode_ptr)
-    result, _, _ = _quantize(values, places, last_encode, seed_low, seed_high, LAST, 1, TILE.padded_width)
-    _store(last_ptr, places, exists, result, TILE)
     first_encode = 1.0
     if FIRST.has_encode:
         first_encode = tl.load(first_encode_ptr)
-    result, _, _ = _quantize(values, places, first_encode, first_seed_low, first_seed_high, FIRST, TILE.padded_rows, 1)
-    _store(first_ptr, places, exists, result, TILE)
+    bits = _as_bits(values) & _MAGNITUDE_MASK
+    last_amax = _over_blocks(bits, 1, TILE.padded_width)
+    first_amax = _over_blocks(bits, TILE.padded_rows, 1)
+    is_short = False
+    if LAST.can_keep_scale and FIRST.can_keep_scale:
+        is_short = _are_moderate(last_amax, _MODERATE_STEPS) & _are_moderate(first_amax, _MODERATE_STEPS)
+    if is_short:
+        result = _quantize_at_scale(values, last_amax, LAST)
+        _store(last_ptr, places, exists, result, TILE)
+        result = _quantize_at_scale(values, first_amax, FIRST)
+        _store(first_ptr, places, exists, result, TILE)
+    else:
+        result, _, _ = _quantize(values, last_amax, places, last_encode, seed_low, seed_high, LAST)
+        _store(last_ptr, places, exists, result, TILE)
+        result, _, _ = _quantize(values, first_amax, places, first_encode, first_seed_low, first_seed_high, FIRST)
+        _store(first_ptr, places, exists, result, TILE)
+
+
+@triton.jit
+def _quantize_at_scale(values, amax, RULE: tl.constexpr):
+    """``_quantize`` for blocks with moderate abs maxima."""
+    _, decode, _ = _power_of_two_scales(amax, RULE)
+    if not RULE.keeps_minus_zero:
+        values = values + 0.0
+    rounded = tl.minimum(_round_at_scale(values, decode, RULE), decode * RULE.max_value)
+    return _with_signs(rounded, values, RULE)
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "row_blocks", "num_bands", "num_tiles"])
@@ -456,118 +529,118 @@ def quantize_stats_kernel(
         tensor_encode = tl.load(encode_ptr)
     BLOCKS: tl.constexpr = TILE.num_blocks
     LANES: tl.constexpr = TILE.fold_lanes
-    squares = tl.zeros((1, BLOCKS, 1), tl.float64)
-    squared_errors = tl.zeros((1, BLOCKS, 1), tl.float64)
-    max_error = tl.zeros((1, BLOCKS, 1), tl.float32)
-    zeroed = tl.zeros((1, BLOCKS, 1), tl.int32)
-    clamped = tl.zeros((1, BLOCKS, 1), tl.int32)
+    squares = tl.zeros((LANES,), tl.float64)
+    squared_errors = tl.zeros((LANES,), tl.float64)
+    max_error = tl.zeros((LANES,), tl.float32)
+    zeroed = tl.zeros((LANES,), tl.int32)
+    clamped = tl.zeros((LANES,), tl.int32)
     clamped_blocks = tl.zeros((1, BLOCKS, 1), tl.int32)
     nans = tl.zeros((), tl.int32)
     infs = tl.zeros((), tl.int32)
     if HISTOGRAMS:
         first_places, first_exist = _places(program, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
-        first = _load(x_ptr, first_places, first_exist, TILE)
+        first_bits = _as_bits(_load(x_ptr, first_places, first_exist, TILE)) & _MAGNITUDE_MASK
         # above 15, so that zeros, which also fill a tile up, are outside
-        largest = tl.max(_as_bits(first) & _MAGNITUDE_MASK) >> _WIDTH
-        top = tl.minimum(tl.maximum(largest + 1, 16), 254)
+        top = tl.minimum(tl.maximum((tl.max(first_bits) >> _WIDTH) + 1, 16), 254)
         if RULE.has_blocks:
-            _, _, first_scale = _quantize(
-                first, first_places, tensor_encode, seed_low, seed_high, RULE, TILE.padded_rows, TILE.padded_width
-            )
+            first_amax = _over_blocks(first_bits, TILE.padded_rows, TILE.padded_width)
+            _, _, first_scale = _scales(first_amax, tensor_encode, RULE)
             first_codes = _scale_codes(first_scale, RULE)
             top_code = tl.max(tl.where(first_codes == RULE.nan_code, 0, first_codes)) + 1
-        e0 = tl.zeros((LANES,), tl.int32)
-        e1 = tl.zeros((LANES,), tl.int32)
-        e2 = tl.zeros((LANES,), tl.int32)
-        e3 = tl.zeros((LANES,), tl.int32)
-        e4 = tl.zeros((LANES,), tl.int32)
-        e5 = tl.zeros((LANES,), tl.int32)
-        e6 = tl.zeros((LANES,), tl.int32)
-        e7 = tl.zeros((LANES,), tl.int32)
-        c0 = tl.zeros((BLOCKS,), tl.int32)
-        c1 = tl.zeros((BLOCKS,), tl.int32)
-        c2 = tl.zeros((BLOCKS,), tl.int32)
-        c3 = tl.zeros((BLOCKS,), tl.int32)
-        c4 = tl.zeros((BLOCKS,), tl.int32)
-        c5 = tl.zeros((BLOCKS,), tl.int32)
-        c6 = tl.zeros((BLOCKS,), tl.int32)
-        c7 = tl.zeros((BLOCKS,), tl.int32)
+        e0 = tl.zeros((LANES,), tl.int64)
+        e1 = tl.zeros((LANES,), tl.int64)
+        e2 = tl.zeros((LANES,), tl.int64)
+        e3 = tl.zeros((LANES,), tl.int64)
+        c0 = tl.zeros((1, BLOCKS, 1), tl.int64)
+        c1 = tl.zeros((1, BLOCKS, 1), tl.int64)
         zeros = tl.zeros((), tl.int32)
     for tile in range(program, num_tiles, num_programs):
         places, exists = _places(tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
         x = _load(x_ptr, places, exists, TILE)
-        y, is_limited, scale = _quantize(
-            x, places, tensor_encode, seed_low, seed_high, RULE, TILE.padded_rows, TILE.padded_width
-        )
-        _store(out_ptr, places, exists, y, TILE)
-        y = _widened(_narrowed(y, out_ptr.dtype.element_ty))
         x_bits = _as_bits(x) & _MAGNITUDE_MASK
-        error = y - x
-        is_finite = tl.abs(error) < float("inf")  # of finite numbers it is, and of none else
-        amax = x_bits
-        if not RULE.has_blocks:
-            amax = tl.where(is_finite, x_bits, 0)
-        amax = _over_blocks(amax, TILE.padded_rows, TILE.padded_width)
-        unit = tl.minimum(tl.maximum(amax & _EXPONENT_MASK, _ONE_STEP), _INVERSE_STEPS - _ONE_STEP)
-        inverse = _as_float(-unit + _INVERSE_STEPS)
-        error = tl.where(is_finite, error, 0.0)
-        max_error = tl.maximum(max_error, _over_blocks(tl.abs(error), TILE.padded_rows, TILE.padded_width))
-        small_x = tl.where(is_finite, x, 0.0) * inverse
-        small_error = error * inverse
-        weight = _as_float(unit).to(tl.float64)
-        weight = weight * weight
-        squares += _block_sums(small_x * small_x, TILE).to(tl.float64) * weight
-        squared_errors += _block_sums(small_error * small_error, TILE).to(tl.float64) * weight
-        # two counts to a number: a block has fewer than 2^15 elements
-        is_zeroed = (x != 0.0) & (y == 0.0)
-        pair = _block_sums(tl.where(is_zeroed, 1, 0) + tl.where(is_limited, 65536, 0), TILE)
-        if RULE.has_blocks:
-            pair = tl.where(scale == scale, pair, 0)
-        zeroed += pair & 0xFFFF
-        clamped += pair >> 16
-        clamped_blocks += tl.where(pair >= 65536, 1, 0)
-        if HISTOGRAMS:
-            exponents = x_bits >> _WIDTH
-            steps = _steps_below(top, exponents)
-            f0, f1, f2, f3, f4, f5, f6, f7 = _folded(steps, TILE.fold_repeats, TILE.fold_lanes, TILE.fold_each)
-            e0 += f0
-            e1 += f1
-            e2 += f2
-            e3 += f3
-            e4 += f4
-            e5 += f5
-            e6 += f6
-            e7 += f7
-            if tl.max(steps) > 15:  # zeros, numbers outside the window, NaN and Inf
-                if not TILE.is_full:
-                    steps = tl.where(exists, steps, 0)
-                is_zero = (steps > 15) & (exponents == 0)
-                zeros += tl.sum(is_zero.to(tl.int32))
-                one = tl.full(steps.shape, 1, tl.int64)
-                tl.atomic_add(bins_ptr + exponents, one, mask=(steps > 15) & (exponents != 0), sem="relaxed")
+        amax = _over_blocks(x_bits, TILE.padded_rows, TILE.padded_width)
+        is_short = False
+        if RULE.can_keep_scale and out_ptr.dtype.element_ty != tl.float16:
+            is_short = _are_moderate(amax, _SQUARES_STEPS)
+        if is_short:
+            _, decode, _ = _power_of_two_scales(amax, RULE)
+            top_value = decode * RULE.max_value
+            rounded = _round_at_scale(x, decode, RULE)
+            is_limited = rounded > top_value
+            rounded = tl.minimum(rounded, top_value)
+            _store(out_ptr, places, exists, _with_signs(rounded, x, RULE), TILE)
+            error = rounded - tl.abs(x)
+            squares += _folded_sum(x * x, TILE).to(tl.float64)
+            squared_errors += _folded_sum(error * error, TILE).to(tl.float64)
+            max_error = tl.maximum(max_error, _folded_max(tl.abs(error), TILE))
+            zeroed += _folded_sum(tl.where((x != 0.0) & (rounded == 0.0), 1.0, 0.0), TILE).to(tl.int32)
+            clamped += _folded_sum(tl.where(is_limited, 1.0, 0.0), TILE).to(tl.int32)
+            is_beyond = _round_at_scale(_as_float(amax), decode, RULE) > top_value
+            clamped_blocks += is_beyond.to(tl.int32)
+        else:
+            y, is_limited, scale = _quantize(x, amax, places, tensor_encode, seed_low, seed_high, RULE)
+            _store(out_ptr, places, exists, y, TILE)
+            y = _widened(_narrowed(y, out_ptr.dtype.element_ty))
+            if RULE.has_blocks:
+                is_limited = is_limited & (scale == scale)
+            error = y - x
+            error_bits = _as_bits(error) & _MAGNITUDE_MASK
+            if _are_moderate(amax, _SQUARES_STEPS) & (tl.max(error_bits) < _INF_BITS):
+                squares += _folded_sum(x * x, TILE).to(tl.float64)
+                squared_errors += _folded_sum(error * error, TILE).to(tl.float64)
+                max_error = tl.maximum(max_error, _folded_max(tl.abs(error), TILE))
+            else:
+                is_finite = error_bits < _INF_BITS  # of finite numbers it is, and of none else
+                error = tl.where(is_finite, error, 0.0)
+                finite = tl.where(is_finite, x, 0.0)
+                unit = _over_blocks(_as_bits(finite) & _EXPONENT_MASK, TILE.padded_rows, TILE.padded_width)
+                unit = tl.minimum(tl.maximum(unit, _ONE_STEP), _INVERSE_STEPS - _ONE_STEP)
+                inverse = _as_float(-unit + _INVERSE_STEPS)
+                weight = _as_float(unit).to(tl.float64)
+                is_first = tl.arange(0, LANES) == 0
+                sums = _block_sums(finite * inverse * (finite * inverse), TILE).to(tl.float64)
+                squares += tl.where(is_first, tl.sum(sums * weight * weight), 0.0)
+                sums = _block_sums(error * inverse * (error * inverse), TILE).to(tl.float64)
+                squared_errors += tl.where(is_first, tl.sum(sums * weight * weight), 0.0)
+                max_error = tl.maximum(max_error, _folded_max(tl.abs(error), TILE))
                 nans += tl.sum((x_bits > _INF_BITS).to(tl.int32))
                 infs += tl.sum((x_bits == _INF_BITS).to(tl.int32))
+            zeroed += _folded_sum(((x != 0.0) & (y == 0.0)).to(tl.int32), TILE)
+            clamped += _folded_sum(is_limited.to(tl.int32), TILE)
             if RULE.has_blocks:
+                clamped_blocks += _over_blocks(is_limited.to(tl.int32), TILE.padded_rows, TILE.padded_width)
+        if HISTOGRAMS:
+            # four times the steps below the top; what is outside has sixty, as what is fifteen below
+            steps = ((top << _WIDTH) - (x_bits & _EXPONENT_MASK)).to(tl.uint32) >> (_WIDTH - 2)
+            steps = tl.minimum(steps, 60)
+            words = tl.full(steps.shape, 1, tl.int64) << steps.to(tl.int64)
+            words = tl.sum(tl.reshape(words, (TILE.fold_repeats, LANES, TILE.fold_each)), axis=2)
+            even = tl.sum(words & 0x0F0F0F0F0F0F0F0F, axis=0)
+            odd = tl.sum((words >> 4) & 0x0F0F0F0F0F0F0F0F, axis=0)
+            e0 += even & 0x00FF00FF00FF00FF
+            e1 += odd & 0x00FF00FF00FF00FF
+            e2 += (even >> 8) & 0x00FF00FF00FF00FF
+            e3 += (odd >> 8) & 0x00FF00FF00FF00FF
+            if tl.max((odd >> 56).to(tl.int32) & 0xFF) > 0:
+                exponents = x_bits >> _WIDTH
+                is_outside = (steps == 60) & exists
+                zeros += tl.sum((is_outside & (exponents == 0)).to(tl.int32))
+                is_outside = is_outside & (exponents != 0)
+                one = tl.full(steps.shape, 1, tl.int64)
+                tl.atomic_add(bins_ptr + exponents, one, mask=is_outside, sem="relaxed")
+            if RULE.has_blocks:
+                _, _, scale = _scales(amax, tensor_encode, RULE)
                 codes = _scale_codes(scale, RULE)
-                steps = _steps_below(top_code, codes)
                 in_tensor = _over_blocks(exists.to(tl.int32), TILE.padded_rows, TILE.padded_width) > 0
-                steps = tl.where(in_tensor, steps, 16)
-                f0, f1, f2, f3, f4, f5, f6, f7 = _folded(steps, 1, TILE.num_blocks, 1)
-                c0 += f0
-                c1 += f1
-                c2 += f2
-                c3 += f3
-                c4 += f4
-                c5 += f5
-                c6 += f6
-                c7 += f7
-                is_outside = (steps > 15) & in_tensor
+                steps = tl.minimum((top_code - codes).to(tl.uint32), 7)
+                words = tl.full(steps.shape, 1, tl.int64) << ((steps & 3) * 16).to(tl.int64)
+                words = tl.where(in_tensor, words, 0)
+                c0 += tl.where(steps < 4, words, 0)
+                c1 += tl.where(steps < 4, 0, words)
+                is_outside = (steps == 7) & in_tensor
                 if tl.max(is_outside.to(tl.int32)) > 0:
                     one = tl.full(steps.shape, 1, tl.int64)
                     tl.atomic_add(bins_ptr + _NUM_BINS + codes, one, mask=is_outside, sem="relaxed")
-        elif tl.max(x_bits) >= _INF_BITS:
-            nans += tl.sum((x_bits > _INF_BITS).to(tl.int32))
-            infs += tl.sum((x_bits == _INF_BITS).to(tl.int32))
     tl.store(sums_ptr + program, tl.sum(squares))
     tl.store(sums_ptr + num_programs + program, tl.sum(squared_errors))
     tl.store(max_errors_ptr + program, tl.max(max_error))
@@ -581,9 +654,13 @@ def quantize_stats_kernel(
     tl.store(counts_ptr + 4 * num_programs + program, infs)
     if HISTOGRAMS:
         tl.atomic_add(bins_ptr, zeros.to(tl.int64), sem="relaxed")
-        _add_to_bins(bins_ptr, top, e0, e1, e2, e3, e4, e5, e6, e7)
+        _add_word(bins_ptr, top, 4, e0)
+        _add_word(bins_ptr, top - 1, 4, e1)
+        _add_word(bins_ptr, top - 2, 4, e2)
+        _add_word(bins_ptr, top - 3, 4, e3 & 0x0000FFFFFFFFFFFF)
         if RULE.has_blocks:
-            _add_to_bins(bins_ptr + _NUM_BINS, top_code, c0, c1, c2, c3, c4, c5, c6, c7)
+            _add_word(bins_ptr + _NUM_BINS, top_code, 1, c0)
+            _add_word(bins_ptr + _NUM_BINS, top_code - 4, 1, c1 & 0x0000FFFFFFFFFFFF)
 
 
 @triton.jit
@@ -596,60 +673,33 @@ def _block_sums(values, TILE: tl.constexpr):
     return values
 
 
-# A histogram over the sixteen numbers from ``top`` downwards is kept by every thread for itself: a count is four
-# bits of a word while elements side by side are added, eight between repeats, sixteen from tile to tile.
+# What is summed over elements is kept by every thread for itself: a tile is folded to one number a thread, from those
+# that the thread holds.
+
+
+@triton.jit
+def _folded_sum(values, TILE: tl.constexpr):
+    values = tl.reshape(values, (TILE.fold_repeats, TILE.fold_lanes, TILE.fold_each))
+    return tl.sum(tl.sum(values, axis=2), axis=0)
+
+
+@triton.jit
+def _folded_max(values, TILE: tl.constexpr):
+    values = tl.reshape(values, (TILE.fold_repeats, TILE.fold_lanes, TILE.fold_each))
+    return tl.max(tl.max(values, axis=2), axis=0)
+
+
+# A thread's histogram covers the fifteen numbers from ``top`` downwards: a count is four bits of a word while elements
+# side by side are added, eight between repeats, sixteen from tile to tile. Scale codes have a window of seven.
 # Numbers outside are added to the bins in memory one by one.
 
 
 @triton.jit
-def _steps_below(top, numbers):
-    """How far below ``top``, up to 15; 16 outside."""
-    steps = top - numbers
-    return tl.where((steps < 0) | (steps > 15), 16, steps)
-
-
-@triton.jit
-def _folded(steps, REPEATS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
-    """Counts of the steps 0 to 15, two to a word: eight (LANES,)."""
-    steps = tl.reshape(steps, (REPEATS, LANES, EACH))
-    one = tl.full(steps.shape, 1, tl.int32) << ((steps & 7) * 4)
-    low = tl.sum(tl.where(steps < 8, one, 0), axis=2)
-    high = tl.sum(tl.where((steps >> 3) == 1, one, 0), axis=2)
-    low_even = tl.sum(low & 0x0F0F0F0F, axis=0)
-    low_odd = tl.sum((low >> 4) & 0x0F0F0F0F, axis=0)
-    high_even = tl.sum(high & 0x0F0F0F0F, axis=0)
-    high_odd = tl.sum((high >> 4) & 0x0F0F0F0F, axis=0)
-    return (
-        low_even & 0xFF00FF,
-        low_odd & 0xFF00FF,
-        (low_even >> 8) & 0xFF00FF,
-        (low_odd >> 8) & 0xFF00FF,
-        high_even & 0xFF00FF,
-        high_odd & 0xFF00FF,
-        (high_even >> 8) & 0xFF00FF,
-        (high_odd >> 8) & 0xFF00FF,
-    )
-
-
-@triton.jit
-def _add_to_bins(bins_ptr, top, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Adds what ``_folded`` counted: word ``i`` of each half holds the steps ``i`` and ``i + 4``."""
-    _add_word(bins_ptr, top, w0)
-    _add_word(bins_ptr, top - 1, w1)
-    _add_word(bins_ptr, top - 2, w2)
-    _add_word(bins_ptr, top - 3, w3)
-    _add_word(bins_ptr, top - 8, w4)
-    _add_word(bins_ptr, top - 9, w5)
-    _add_word(bins_ptr, top - 10, w6)
-    _add_word(bins_ptr, top - 11, w7)
-
-
-@triton.jit
-def _add_word(bins_ptr, number, word):
-    low = tl.sum(word & 0xFFFF)
-    high = tl.sum((word >> 16) & 0xFFFF)
-    tl.atomic_add(bins_ptr + number, low.to(tl.int64), mask=low > 0, sem="relaxed")
-    tl.atomic_add(bins_ptr + number - 4, high.to(tl.int64), mask=high > 0, sem="relaxed")
+def _add_word(bins_ptr, number, STEP: tl.constexpr, words):
+    """Adds counts of sixteen bits each: of ``number``, then of those ``STEP`` further down."""
+    for i in tl.static_range(4):
+        count = tl.sum((words >> (16 * i)) & 0xFFFF)
+        tl.atomic_add(bins_ptr + number - STEP * i, count, mask=count > 0, sem="relaxed")
 
 
 @triton.jit
@@ -691,10 +741,10 @@ def finish_stats_kernel(
 
 
 @triton.jit
-def _finish_amax(bits, amax_ptr, encode_ptr, RULE: tl.constexpr):
+def _finish_amax(bits, found_ptr, RULE: tl.constexpr):
     """Stores the abs max whose bits these are, and the factor that follows."""
     amax = _as_float(bits)
-    tl.store(amax_ptr, amax)
+    tl.store(found_ptr, amax)
     if RULE.has_encode:
         if RULE.is_bound:
             counted = amax.to(tl.float64)
@@ -708,7 +758,7 @@ def _finish_amax(bits, amax_ptr, encode_ptr, RULE: tl.constexpr):
         else:
             exponent = tl.minimum(tl.maximum((bits >> _WIDTH) - RULE.target, 1), 253)
             encode = tl.where(bits == 0, 1.0, tl.div_rn(1.0, _as_float(exponent << _WIDTH)))
-        tl.store(encode_ptr, encode)
+        tl.store(found_ptr + _ENCODE_PLACE, encode)
 
 
 @triton.jit
@@ -722,16 +772,18 @@ def _counted_bits(x, RULE: tl.constexpr):
 @triton.jit
 def amax_kernel(
     x_ptr,
-    partial_ptr,
-    amax_ptr,
-    encode_ptr,
+    found_ptr,
     num_elements,
     RULE: tl.constexpr,
     SIZE: tl.constexpr,
     IS_LARGE: tl.constexpr,
     IS_ONE: tl.constexpr,
 ):
-    """Bits of the abs max of every so many pieces of ``x``; of a single program at once the result."""
+    """The abs max of every so many pieces of ``x``; by a single program at once the result.
+
+    Args:
+        found_ptr: float32: the abs max, the factor (aligned), the shares of programs.
+    """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     if IS_LARGE:
         program = program.to(tl.int64)
@@ -745,14 +797,14 @@ def amax_kernel(
     amax = tl.maximum(amax, _counted_bits(rest, RULE))
     result = tl.max(amax)
     if IS_ONE:
-        _finish_amax(result, amax_ptr, encode_ptr, RULE)
+        _finish_amax(result, found_ptr, RULE)
     else:
-        tl.store(partial_ptr + program, _as_float(result))
+        tl.store(found_ptr + _SHARES_PLACE + program, _as_float(result))
 
 
 @triton.jit
-def finish_amax_kernel(partial_ptr, amax_ptr, encode_ptr, num_programs, RULE: tl.constexpr, SIZE: tl.constexpr):
+def finish_amax_kernel(found_ptr, num_programs, RULE: tl.constexpr, SIZE: tl.constexpr):
     """The largest of the programs' abs maxima, by one program."""
     index = tl.arange(0, SIZE)
-    bits = tl.max(_as_bits(tl.load(partial_ptr + index, mask=index < num_programs, other=0.0)))
-    _finish_amax(bits, amax_ptr, encode_ptr, RULE)
+    bits = tl.max(_as_bits(tl.load(found_ptr + _SHARES_PLACE + index, mask=index < num_programs, other=0.0)))
+    _finish_amax(bits, found_ptr, RULE)

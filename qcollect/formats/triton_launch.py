@@ -1,8 +1,8 @@
 """Quantization by the Triton kernels: what can be done by them, and the launches.
 
 Nothing here waits for the device. Triton is imported when a tensor first asks for it; on a CPU only its interpreter
-can work (``TRITON_INTERPRET=1``, set before the process starts). Two launches of the same kind cost one look into a
-dictionary: what a kernel is compiled with is worked out once for every shape and choice.
+can work (``TRITON_INTERPRET=1``, set before the process starts). Further launches of the same kind cost two looks into
+dictionaries: what a kernel is compiled with is worked out once for every shape and choice.
 """
 
 import importlib.util
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from qcollect.formats.eager import Choices
 from qcollect.formats.error_stats import NUM_BINS, ErrorStats
-from qcollect.formats.records import QuantType, ScaleRule, TensorScale
+from qcollect.formats.records import ScaleRule, TensorScale
 from qcollect.formats.triton_constants import (
-    EncodeRule,
     Geometry,
-    Rule,
     TileSize,
     as_outer_rows_columns,
     cut,
@@ -37,29 +35,51 @@ _MAX_WARP_ELEMENTS = 2048
 # Programs of the kernels that add up; the same number on every device, so that sums are the same too.
 _NUM_PROGRAMS = 4096
 _AMAX_BYTES = 8192
-_FINISH_SIZE = 1024
+_MAX_STEPS_OF_ONE = 4  # up to which one program alone is faster than several and another launch
+_FINISH_SIZE = 4096
 _MAX_TILES = 512
 _STATS_GROUP = 32
 _ALIGNED = 4  # float32 numbers in sixteen bytes
 _MAX_PLANS = 4096
-_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+# By purpose, whether blocks have several rows, and bytes of an element: the fastest of those tried with 8192 x 8192
+# elements on an H200. A single warp keeps the maxima of blocks along another axis than the last inside it.
+_TILE_SIZES = {
+    ("plain", False, 2): TileSize(elements=1024, num_warps=1),
+    ("plain", False, 4): TileSize(elements=1024, num_warps=1),
+    ("plain", True, 2): TileSize(elements=2048, num_warps=1),
+    ("plain", True, 4): TileSize(elements=2048, num_warps=1),
+    ("both", True, 2): TileSize(elements=1024, num_warps=1),
+    ("both", True, 4): TileSize(elements=4096, num_warps=4),
+    ("stats", False, 2): TileSize(elements=512, num_warps=1),
+    ("stats", False, 4): TileSize(elements=512, num_warps=1),
+    ("stats", True, 2): TileSize(elements=1024, num_warps=1),
+    ("stats", True, 4): TileSize(elements=1024, num_warps=1),
+    ("histograms", False, 2): TileSize(elements=512, num_warps=1),
+    ("histograms", False, 4): TileSize(elements=512, num_warps=1),
+    ("histograms", True, 2): TileSize(elements=1024, num_warps=1),
+    ("histograms", True, 4): TileSize(elements=1024, num_warps=1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """A launch worked out; ``quant_types`` keeps alive what its key names by identity."""
+    """Launches worked out.
 
-    quant_types: tuple[QuantType, ...]
-    rules: tuple[Rule, ...]
-    geometry: Geometry
+    Args:
+        kept: what the plan's key names by identity, kept alive.
+        numbers: those of the kernel's arguments that follow from the plan.
+    """
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        geometry = self.geometry
-        return geometry.rows, geometry.columns, geometry.row_blocks, geometry.column_blocks, geometry.num_bands
+    kept: tuple[object, ...]
+    num_programs: int
+    numbers: tuple[object, ...]
+    num_warps: int
+    has_blocks: bool = False
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
+_finish_plans: dict[tuple[object, ...], _Plan] = {}
+_amax_plans: dict[tuple[object, ...], tuple[_Plan, _Plan]] = {}
 
 
 def supports(x: Tensor, choices: Choices) -> bool:
@@ -97,11 +117,9 @@ def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with
         encode: 0-dim float32 on the device, what the whole tensor is multiplied with; None: nothing.
         with_tensor_scale: whether the result holds the tensor's scale.
     """
-    x = x.detach().contiguous()
+    x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "plain")
-    (rule,), tile = plan.rules, plan.geometry.tile
-    tensors = (x, out, x if encode is None else encode)
-    _launch("quantize_kernel", plan.geometry.num_tiles, tensors, (*_seed(choices), *plan.sizes, rule, tile), plan)
+    _launch("quantize_kernel", plan, (x, out, x if encode is None else encode), _seed(choices))
 
 
 def run_both(
@@ -121,33 +139,28 @@ def run_both(
         x: two dimensions; as in ``run``.
         last, first: ones that ``supports_both`` takes.
     """
-    x = x.detach().contiguous()
+    x = _dense(x)
     plan = _plan_both(x, last, first, encode_last is not None, encode_first is not None, with_tensor_scale)
     encodes = (x if encode_last is None else encode_last, x if encode_first is None else encode_first)
-    numbers = (*_seed(last), *_seed(first), *plan.sizes, *plan.rules, plan.geometry.tile)
-    _launch("quantize_both_kernel", plan.geometry.num_tiles, (x, out_last, out_first, *encodes), numbers, plan)
+    _launch("quantize_both_kernel", plan, (x, out_last, out_first, *encodes), (*_seed(last), *_seed(first)))
 
 
 def run_with_stats(
     x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool, histograms: bool
 ) -> ErrorStats:
     """``run``, and what it does to the tensor, counted in the same pass."""
-    x = x.detach().contiguous()
+    x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "histograms" if histograms else "stats")
-    (rule,), tile = plan.rules, plan.geometry.tile
-    # counts of a program stay below 2^16 in a thread
-    num_programs = min(plan.geometry.num_tiles, max(_NUM_PROGRAMS, plan.geometry.num_tiles // _MAX_TILES))
+    num_programs = plan.num_programs
     sums = torch.empty(2 * num_programs + 2, dtype=torch.float64, device=x.device)
     max_errors = torch.empty(num_programs + 1, dtype=torch.float32, device=x.device)
     counts = torch.empty(5 * num_programs, dtype=torch.int32, device=x.device)
     totals = torch.empty(5, dtype=torch.int64, device=x.device)
     bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals
     tensors = (x, out, x if encode is None else encode, sums, max_errors, counts, bins)
-    numbers = (*_seed(choices), *plan.sizes, plan.geometry.num_tiles, rule, tile, histograms)
-    _launch("quantize_stats_kernel", num_programs, tensors, numbers, plan)
+    _launch("quantize_stats_kernel", plan, tensors, _seed(choices))
     sum_total, max_error = sums[2 * num_programs :], max_errors[num_programs]
-    shares = (sums, max_errors, counts, sum_total, max_error, totals)
-    _launch("finish_stats_kernel", 8, shares, (num_programs, rule.has_blocks, _FINISH_SIZE), None)
+    _launch("finish_stats_kernel", _finish_plan(plan), (sums, max_errors, counts, sum_total, max_error, totals), ())
     squares, squared_error = sum_total.unbind()
     zeroed, clamped, clamped_blocks, nans, infs = totals.unbind()
     return ErrorStats(
@@ -161,35 +174,36 @@ def run_with_stats(
         num_nan=nans,
         num_inf=infs,
         exponent_counts=bins[0] if histograms else None,
-        scale_counts=bins[1] if histograms and rule.has_blocks else None,
+        scale_counts=bins[1] if histograms and plan.has_blocks else None,
     )
 
 
 def amax(x: Tensor, *, sees_nonfinite: bool = True) -> Tensor:
     """The abs max of ``x``, 0-dim float32: NaN over Inf over numbers, or of finite numbers alone (0 without one)."""
-    return _amax(x, make_encode_rule(None, sees_nonfinite=sees_nonfinite, is_rceil=False))[0]
+    return _amax(x, None, None, sees_nonfinite)[0]
 
 
 def amax_and_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule | None) -> tuple[Tensor, Tensor]:
     """The abs max that the tensor's scale follows from, and what the tensor is multiplied with; 0-dim float32."""
-    return _amax(
-        x, make_encode_rule(tensor_scale, sees_nonfinite=tensor_scale.sees_nonfinite, is_rceil=rule == "rceil")
-    )
+    return _amax(x, tensor_scale, rule, tensor_scale.sees_nonfinite)
 
 
-def _amax(x: Tensor, rule: EncodeRule) -> tuple[Tensor, Tensor]:
-    x = x.detach().contiguous()
-    size = _AMAX_BYTES // x.element_size()
-    num_programs = min(-(-x.numel() // size), _NUM_PROGRAMS)
+def _amax(
+    x: Tensor, tensor_scale: TensorScale | None, scale_rule: ScaleRule | None, sees_nonfinite: bool
+) -> tuple[Tensor, Tensor]:
+    x = _dense(x)
+    key = (id(tensor_scale), scale_rule, sees_nonfinite, x.shape, x.dtype)
+    plans = _amax_plans.get(key)
+    if plans is None:
+        plans = _make_amax_plans(x, tensor_scale, scale_rule, sees_nonfinite)
+        _remember(_amax_plans, key, plans)
+    plan, finish = plans
     # two results, sixteen bytes apart, then what the programs found
-    found = torch.empty(2 * _ALIGNED + num_programs, dtype=torch.float32, device=x.device)
-    amax, encode, partial = found[0], found[_ALIGNED], found[2 * _ALIGNED :]
-    is_large = x.numel() + size * _NUM_PROGRAMS >= 1 << 31
-    numbers = (x.numel(), rule, size, is_large, num_programs == 1)
-    _launch("amax_kernel", num_programs, (x, partial, amax, encode), numbers, None)
-    if num_programs > 1:
-        _launch("finish_amax_kernel", 1, (partial, amax, encode), (num_programs, rule, _NUM_PROGRAMS), None)
-    return amax, encode
+    found = torch.empty(2 * _ALIGNED + plan.num_programs, dtype=torch.float32, device=x.device)
+    _launch("amax_kernel", plan, (x, found), ())
+    if plan.num_programs > 1:
+        _launch("finish_amax_kernel", finish, (found,), ())
+    return found[0], found[_ALIGNED]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -199,31 +213,37 @@ def _amax(x: Tensor, rule: EncodeRule) -> tuple[Tensor, Tensor]:
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
-def _launch(
-    name: str, num_programs: int, tensors: tuple[Tensor, ...], numbers: tuple[object, ...], plan: _Plan | None
-) -> None:
+def _launch(name: str, plan: _Plan, tensors: tuple[Tensor, ...], seeds: tuple[int, ...]) -> None:
     """Starts a kernel on the device of its first tensor.
 
     Triton works out at every launch which compiled kernel its arguments belong to, which takes longer than a small
-    launch itself; here that is kept for arguments of one kind. A plan, kept for good, stands for the numbers.
+    launch itself; here that is kept for arguments of one kind: of one plan, and alike in how they are aligned.
     """
     device = tensors[0].device
-    if device.type != "cpu" and device.index != torch.accelerator.current_device_index():
-        with torch.accelerator.device_index(device.index):
-            return _launch(name, num_programs, tensors, numbers, plan)
-    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    key = (name, device.index, aligned, numbers if plan is None else id(plan), tensors[0].dtype)
+    if device.type != "cpu" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _launch(name, plan, tensors, seeds)
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    aligned = None if addresses % 16 == 0 else tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    key = (name, id(plan), device.index, aligned)
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(num_programs, 1, 1)](*tensors, *numbers)
+        run, function, metadata, stream_of = compiled
+        stream = stream_of(device.index)
+        run(plan.num_programs, 1, 1, stream, function, metadata, None, None, None, *tensors, *seeds, *plan.numbers)
         return None
-    num_warps = plan.geometry.tile.num_warps if plan else 4
-    kernel = getattr(_kernels(), name)[(num_programs,)](*tensors, *numbers, num_warps=num_warps, **_OPTIONS)
-    if kernel is not None and device.type != "cpu":
-        if len(_compiled) >= _MAX_PLANS:
-            _compiled.clear()
-        _compiled[key] = kernel
+    kernel = getattr(_kernels(), name)[(plan.num_programs,)]
+    found = kernel(*tensors, *seeds, *plan.numbers, num_warps=plan.num_warps, enable_fp_fusion=False)
+    if found is not None and device.type != "cpu":
+        stream_of = _kernels().triton.runtime.driver.active.get_current_stream
+        _remember(_compiled, key, (found.run, found.function, found.packed_metadata, stream_of))
     return None
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.detach().contiguous()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -235,14 +255,24 @@ def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool
     key = (*_key(choices), has_encode, with_tensor_scale, purpose, x.shape, x.dtype)
     plan = _plans.get(key)
     if plan is None:
-        group = 1 if purpose == "plain" else _STATS_GROUP
-        shape, rows, width = as_outer_rows_columns(x, choices, group=group)
+        is_counted = purpose != "plain"
+        shape, rows, width = as_outer_rows_columns(x, choices, group=_STATS_GROUP if is_counted else 1)
+        rule = make_rule(choices, x.dtype, has_encode=has_encode, with_tensor_scale=with_tensor_scale)
+        size = _tile_size(rows, width, x.element_size(), purpose)
+        geometry = cut(shape, rows, width, size, x.element_size())
+        sizes, num_tiles, num_programs = _sizes(geometry), geometry.num_tiles, geometry.num_tiles
+        if is_counted:
+            # counts of a program stay below 2^16 in a thread
+            num_programs = min(num_tiles, max(_NUM_PROGRAMS, num_tiles // _MAX_TILES))
+            sizes = (*sizes, num_tiles)
         plan = _Plan(
-            quant_types=(choices.quant_type,),
-            rules=(make_rule(choices, x.dtype, has_encode=has_encode, with_tensor_scale=with_tensor_scale),),
-            geometry=cut(shape, rows, width, _tile_size(rows, width, x.element_size(), purpose), x.element_size()),
+            kept=(choices.quant_type, choices.source),
+            num_programs=num_programs,
+            numbers=(*sizes, rule, geometry.tile, *((purpose == "histograms",) if is_counted else ())),
+            num_warps=size.num_warps,
+            has_blocks=rule.has_blocks,
         )
-        _remember(key, plan)
+        _remember(_plans, key, plan)
     return plan
 
 
@@ -254,51 +284,72 @@ def _plan_both(
     if plan is None:
         assert isinstance(last.block_size, int) and isinstance(first.block_size, int)
         rows, width = min(first.block_size, x.shape[0]), min(last.block_size, x.shape[1])
-        plan = _Plan(
-            quant_types=(last.quant_type, first.quant_type),
-            rules=(
-                make_rule(last, x.dtype, has_encode=has_last, with_tensor_scale=with_tensor_scale),
-                make_rule(first, x.dtype, has_encode=has_first, with_tensor_scale=with_tensor_scale),
-            ),
-            geometry=cut(
-                (1, *x.shape), rows, width, _tile_size(rows, width, x.element_size(), "both"), x.element_size()
-            ),
+        size = _tile_size(rows, width, x.element_size(), "both")
+        geometry = cut((1, *x.shape), rows, width, size, x.element_size())
+        rules = (
+            make_rule(last, x.dtype, has_encode=has_last, with_tensor_scale=with_tensor_scale),
+            make_rule(first, x.dtype, has_encode=has_first, with_tensor_scale=with_tensor_scale),
         )
-        _remember(key, plan)
+        plan = _Plan(
+            kept=(last.quant_type, last.source, first.quant_type, first.source),
+            num_programs=geometry.num_tiles,
+            numbers=(*_sizes(geometry), *rules, geometry.tile),
+            num_warps=size.num_warps,
+        )
+        _remember(_plans, key, plan)
     return plan
 
 
-def _remember(key: tuple[object, ...], plan: _Plan) -> None:
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-        _compiled.clear()
-    _plans[key] = plan
+def _finish_plan(plan: _Plan) -> _Plan:
+    """What puts the statistics of a plan's programs together."""
+    key = (plan.num_programs, plan.has_blocks)
+    found = _finish_plans.get(key)
+    if found is None:
+        found = _Plan(kept=(), num_programs=8, numbers=(*key, _FINISH_SIZE), num_warps=4)
+        _remember(_finish_plans, key, found)
+    return found
+
+
+def _make_amax_plans(
+    x: Tensor, tensor_scale: TensorScale | None, scale_rule: ScaleRule | None, sees_nonfinite: bool
+) -> tuple[_Plan, _Plan]:
+    rule = make_encode_rule(tensor_scale, sees_nonfinite=sees_nonfinite, is_rceil=scale_rule == "rceil")
+    size = _AMAX_BYTES // x.element_size()
+    num_programs = min(-(-x.numel() // size), _NUM_PROGRAMS)
+    if num_programs <= _MAX_STEPS_OF_ONE:
+        num_programs = 1
+    is_large = x.numel() + size * _NUM_PROGRAMS >= 1 << 31
+    numbers = (x.numel(), rule, size, is_large, num_programs == 1)
+    return (
+        _Plan(kept=(tensor_scale,), num_programs=num_programs, numbers=numbers, num_warps=4),
+        _Plan(kept=(), num_programs=1, numbers=(num_programs, rule, _NUM_PROGRAMS), num_warps=4),
+    )
+
+
+def _sizes(geometry: Geometry) -> tuple[int, ...]:
+    return geometry.rows, geometry.columns, geometry.row_blocks, geometry.column_blocks, geometry.num_bands
+
+
+def _remember(found: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object) -> None:
+    """Keeps a plan or a compiled kernel; no key of the latter outlives the plan that it names."""
+    if len(found) >= _MAX_PLANS:
+        for kept in (_compiled, _plans, _amax_plans, _finish_plans):
+            kept.clear()
+    found[key] = value
 
 
 def _key(choices: Choices) -> tuple[object, ...]:
-    """Quant types by identity: hashing one costs more than all else."""
+    """Records by identity: hashing one costs more than all else."""
     return (
         id(choices.quant_type), choices.axis, choices.scale_rule, choices.rounding, choices.block_size,
-        choices.saturate,
-        choices.source,
+        choices.saturate, id(choices.source),
     )  # fmt: skip
 
 
 def _tile_size(rows: int, width: int, element_size: int, purpose: str) -> TileSize:
-    """The fastest of those tried with 8192 x 8192 elements on an H200.
-
-    Blocks along another axis than the last are best held by one warp, so that their maxima stay inside it.
-    """
-    is_large = power_of_two_above(rows) * power_of_two_above(width) > _MAX_WARP_ELEMENTS
-    if is_large:
+    if power_of_two_above(rows) * power_of_two_above(width) > _MAX_WARP_ELEMENTS:
         return TileSize(elements=_MAX_BLOCK_ELEMENTS, num_warps=8)
-    if purpose == "both":
-        return TileSize(elements=1024, num_warps=2) if element_size == 2 else TileSize(elements=4096, num_warps=4)
-    if purpose != "plain":
-        return TileSize(elements=512 if rows == 1 else 1024, num_warps=1)
-    if rows > 1:
-        return TileSize(elements=2048, num_warps=1)
-    return TileSize(elements=2048, num_warps=2) if element_size == 2 else TileSize(elements=1024, num_warps=4)
+    return _TILE_SIZES[purpose, rows > 1 or purpose == "both", element_size]
 
 
 def _seed(choices: Choices) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from qcollect.formats.catalog import E2M1, E2M3, E3M2, E4M3, E5M2, QUANT_TYPES
 from qcollect.formats.codes import encode_scale
 from qcollect.formats.eager import Choices, limit_values, restore_values, round_values, scale_values
 from qcollect.formats.elements import HYBRID_SOURCES
+from qcollect.formats.quantizer import Quantizer, apply_both, fake_quantize, quantize
 from qcollect.formats.records import QuantType
 from qcollect.formats.scales import power_of_two_scale, tensor_amax, tensor_encode
 
@@ -400,6 +401,43 @@ def in_parts(check: Callable[[str, int, int], str], num_parts: int) -> str:
         return f"{sum(int(num) for num, _ in found)} {found[0][1]}"
 
 
+def check_public_calls(device: str, part: int = 0, num_parts: int = 1) -> str:
+    """What users call, on the device against the CPU: values, codes, two orientations, statistics, any strides."""
+    generator = torch.Generator().manual_seed(5)
+    names = [name for name, entry in QUANT_TYPES.items() if entry.element is not None]
+    num_calls = 0
+    for number, (name, dtype) in enumerate(itertools.product(names, (torch.float32, torch.bfloat16))):
+        x = (torch.randn(96, 160, generator=generator) * 3).to(dtype)
+        if number % num_parts == part:
+            compare_calls(x, name, device)
+            num_calls += 1
+    return f"{num_calls} types and dtypes"
+
+
+def compare_calls(x: Tensor, name: str, device: str) -> None:
+    for view in (x, x.t(), x[5:, ::3], x[0], x.view(4, 24, 160)):
+        for axis in (0, -1):
+            assert_same(fake_quantize(view.to(device), name, axis), fake_quantize(view, name, axis), name)
+            codes = quantize(view.to(device), name, axis)
+            assert_same(codes.dequantize(), quantize(view, name, axis).dequantize(), name)
+    quantizers = [Quantizer.create(name, axis=axis) for axis in (1, 0)]
+    for y, quantizer in zip(apply_both(x.to(device), *quantizers), quantizers, strict=True):
+        assert_same(y, quantizer.apply(x), name)
+    y, stats = quantizers[0].apply_with_stats(x.to(device), histograms=True)
+    expected, expected_stats = quantizers[0].apply_with_stats(x, histograms=True)
+    assert_same(y, expected, name)
+    for key, value in expected_stats.to_dict().items():
+        found = stats.to_dict()[key]
+        is_close = isinstance(value, float) and abs(found - value) <= 1e-6 * abs(value)
+        assert found == value or is_close, (name, key, found, value)
+
+
+def assert_same(y: Tensor, expected: Tensor, name: str) -> None:
+    y = y.cpu()
+    same = (y == expected) & (y.signbit() == expected.signbit()) | (y.isnan() & expected.isnan())
+    assert y.dtype == expected.dtype and y.shape == expected.shape and bool(same.all()), name
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patterns", type=int, default=10_000_000)
@@ -408,6 +446,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     num_failed = 0
     for name, check in (
+        ("public calls", lambda: in_parts(check_public_calls, arguments.processes)),
         ("vectors", lambda: check_vectors("cuda")),
         ("combinations", lambda: in_parts(check_combinations, arguments.processes)),
         ("both orientations", lambda: in_parts(check_both, arguments.processes)),

@@ -53,6 +53,20 @@ def test_both_orientations_at_once() -> None:
     gpu.check_both("cpu")
 
 
+@pytest.mark.parametrize("exponent", [-126, -65, -64, 0, 64, 65, 126])
+@pytest.mark.parametrize("name", ["mxfp8_e5m2", "mxfp4", "mxint8"])
+def test_both_orientations_where_scales_stop_being_moderate(name: str, exponent: int) -> None:
+    generator = torch.Generator().manual_seed(exponent)
+    exponents = exponent - torch.randint(0, 20, (32, 64), generator=generator).to(torch.float32)
+    x = (torch.rand(32, 64, generator=generator) + 1.0).to(torch.bfloat16).to(torch.float32) * torch.exp2(exponents)
+    x[:, 5], x[7], x[::2] = 0.0, -0.0, -x[::2]
+    last, first = gpu.make_choices(QUANT_TYPES[name], x, 1), gpu.make_choices(QUANT_TYPES[name], x, 0)
+    along_last, along_first = torch.empty_like(x), torch.empty_like(x)
+    triton_launch.run_both(x, along_last, along_first, last, first, None, None, with_tensor_scale=True)
+    assert gpu.num_different(along_last, gpu.reference(x, last, None)) == 0
+    assert gpu.num_different(along_first, gpu.reference(x, first, None)) == 0
+
+
 def test_statistics_are_those_of_float64() -> None:
     gpu.check_stats("cpu")
 

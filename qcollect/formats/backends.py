@@ -3,8 +3,6 @@
 All give the same bits, so the choice is nobody's but this module's.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -73,9 +71,4 @@ def find_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule) -> Tensor
 
 
 def _has_kernels(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.numel() > 0 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return x.device.type == "cuda" and x.numel() > 0 and triton_launch.has_triton()

@@ -360,12 +360,13 @@ def _seed(choices: Choices) -> tuple[int, int]:
 
 def _is_on_device(x: Tensor) -> bool:
     if x.device.type == "cuda":
-        return _has_triton()
-    return x.device.type == "cpu" and _has_triton() and _is_interpreted()
+        return has_triton()
+    return x.device.type == "cpu" and has_triton() and _is_interpreted()
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -1,7 +1,5 @@
 """Ctrl-C in a sweep: it ends with the run that is on, whatever that run is said to have ended by."""
 
-import threading
-
 import pytest
 from fakes import WhenTraining, interrupt_self
 
@@ -14,16 +12,24 @@ from qcollect.sweep import Action, Member, run_sweep
 
 @pytest.fixture
 def sweep(make_plan):
-    def sweep(behaviour, act, **settings):
+    def sweep(behaviour, act, when_stopping=None, **settings):
         members = [
             Member(plan=make_plan(behaviour, name=name, folder=name, **settings), action=Action.RUN)
             for name in ("first", "second")
         ]
-        started = []
+        started, told = [], []
+        first = WhenTraining(lambda snapshot: act(RunPaths(snapshot.run_dir)))
+
+        def on_tick(snapshot):
+            first(snapshot)
+            if when_stopping is not None and not told and snapshot.state == RunState.STOPPING:
+                told.append(snapshot)
+                when_stopping()
+
         result = run_sweep(
             members,
             on_start=lambda member: started.append(member.plan.run_dir.name),
-            watcher=Watcher(on_tick=WhenTraining(lambda snapshot: act(RunPaths(snapshot.run_dir)))),
+            watcher=Watcher(on_tick=on_tick),
             on_end=lambda member, outcome: None,
         )
         return started, result
@@ -43,14 +49,14 @@ def test_member_that_reaches_its_target_while_it_is_interrupted_is_the_last(swee
 
 
 def test_member_that_is_interrupted_while_it_stops_for_another_reason_is_the_last(sweep):
-    started, result = sweep("endless+deaf", stop_then_interrupt, grace_s=1.5)
+    started, result = sweep(
+        "endless+deaf",
+        lambda paths: request_stop(paths, StopCause.MAX_BYTES),
+        when_stopping=interrupt_self,
+        grace_s=1.5,
+    )
     assert result.outcomes[0][1].cause == StopCause.MAX_BYTES
     assert (started, result.exit_code) == (["first"], 130)
-
-
-def stop_then_interrupt(paths):
-    request_stop(paths, StopCause.MAX_BYTES)
-    threading.Timer(0.5, interrupt_self).start()
 
 
 def test_member_that_ends_at_its_own_limit_is_followed_by_the_next(sweep):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,23 +16,10 @@ from torch import Tensor
 
 from qcollect.formats import backends, compiled, triton_launch
 from qcollect.formats.eager import Choices
+from qcollect.formats.quantizer import Quantizer
 
 PATHS = ("eager", "compiled", "interpreted")
 EXHAUSTIVE = "QCOLLECT_TEST_ALL_VARIANTS"
-# What every run of the tests compiles: type, block size, along the last axis, dtype, rounding, blocks' scale rule.
-USUAL = {
-    ("mxfp8", 32, True, torch.float32, "nearest_even", "floor"),
-    ("mxfp8", 32, False, torch.float32, "nearest_even", "floor"),
-    ("mxfp8", 32, True, torch.bfloat16, "nearest_even", "floor"),
-    ("mxfp8", 32, True, torch.float32, "stochastic", "floor"),
-    ("mxfp4", 32, True, torch.float32, "nearest_even", "rceil"),
-    ("nvfp4", 16, True, torch.float32, "nearest_even", "nearest"),
-    ("nvfp4", (16, 16), True, torch.float32, "nearest_even", "nearest"),
-    ("hif4", 64, True, torch.float32, "half_away", "nearest"),
-    ("hifp8", None, True, torch.float32, "half_away", None),
-    ("fp8_e4m3", None, True, torch.float32, "nearest_even", None),
-    ("bf16", None, True, torch.float32, "nearest_even", None),
-}
 
 
 @contextmanager
@@ -65,6 +53,15 @@ def taking(path: str, cache_dir: Path) -> Iterator[list[Choices]]:
         yield asked
 
 
+def can_take(path: str, quantizer: Quantizer) -> bool:
+    """Whether a usual run of the tests quantizes a float32 vector so by ``path``."""
+    entry = quantizer.quant_type
+    if path == "interpreted":
+        return entry.element is not None and not entry.element.is_cast
+    choices = quantizer._choices(0, torch.float32, 0)
+    return path == "eager" or variant_of(torch.ones(1), choices, has_encode=quantizer.has_tensor_scale) in USUAL
+
+
 # ---------------------------------------------------------------------------------------------
 # Compiled
 # ---------------------------------------------------------------------------------------------
@@ -76,7 +73,7 @@ def load_variant(x: Tensor, choices: Choices, encode: Tensor | None, cache_dir: 
         pytest.skip("there is no C++ compiler")
     variant = variant_of(x, choices, has_encode=encode is not None)
     if variant not in compiled._kernels:
-        if not (is_usual(variant) or os.environ.get(EXHAUSTIVE)):
+        if not (variant in USUAL or os.environ.get(EXHAUSTIVE)):
             pytest.skip(f"takes ten seconds to compile; {EXHAUSTIVE}=1 runs it, as shell/check --real does")
         compiled._kernels[variant] = compiled._load_or_compile(variant, cache_dir)
 
@@ -86,9 +83,34 @@ def variant_of(x: Tensor, choices: Choices, *, has_encode: bool) -> compiled.Var
     return compiled._variant(choices, x.dtype, is_last=is_last, has_encode=has_encode)
 
 
-def is_usual(variant: compiled.Variant) -> bool:
-    name, size = variant.quant_type.name, variant.block_size
-    return (name, size, variant.is_last, variant.dtype, variant.rounding, variant.scale_rule) in USUAL
+def _variant(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    is_last: bool = True,
+    has_encode: bool | None = None,
+    **settings: Any,
+) -> compiled.Variant:
+    choices = Quantizer.create(name, **settings)._choices(0, dtype, 0)
+    return compiled._variant(choices, dtype, is_last=is_last, has_encode=has_encode)
+
+
+# what every run of the tests compiles
+USUAL = {
+    _variant("mxfp8"),
+    _variant("mxfp8", is_last=False),
+    _variant("mxfp8", torch.bfloat16),
+    _variant("mxfp8", rounding="stochastic"),
+    _variant("mxfp4", scale_rule="rceil"),
+    _variant("nvfp4"),
+    _variant("nvfp4", block_size=(16, 16)),
+    _variant("hif4"),
+    _variant("hifp8"),
+    _variant("hifp8", saturate=True),
+    _variant("hifp8", has_encode=True),
+    _variant("fp8_e4m3"),
+    _variant("bf16"),
+}
 
 
 # ---------------------------------------------------------------------------------------------

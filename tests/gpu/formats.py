@@ -338,7 +338,7 @@ def check_both(device: str, part: int = 0, num_parts: int = 1) -> str:
 def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
     """Counts exactly, sums to a part in a million, and the same bits a second time."""
     done = 0
-    # in the interpreter a program takes 0.1 s; two of them at least, so that there is something to put together
+    # in the interpreter a program takes 0.1 s: two or three, so that there is something to put together
     shapes = ((9, 70), (70, 9)) if device == "cpu" else ((70, 70), (512, 768), (3000, 1024))
     names = ("mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "hif4", "mxint8")
     for num, (name, shape, axis) in enumerate(itertools.product(names, shapes, (0, 1))):

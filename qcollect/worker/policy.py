@@ -191,8 +191,8 @@ class Use:
     def describe(self, num_saturated: torch.Tensor) -> dict[str, Any]:
         """One entry of ``consumers``: all that the values follow from, bit for bit (``formats.consumed``).
 
-        What is computed on the device is a 0-dim tensor in it, so that training does not wait; whoever writes the
-        entry down does (``store.capture.plain``).
+        What is computed on the device is a 0-dim tensor in it: nothing waits here, but whoever writes the entry down
+        (``store.capture.plain``).
         """
         quantizer, original = self.quantizer, self.binding.x
         return {

@@ -440,6 +440,10 @@ def compare_calls(x: Tensor, name: str, device: str) -> None:
     quantizers = [Quantizer.create(name, axis=axis) for axis in (1, 0)]
     for y, quantizer in zip(apply_both(x.to(device), *quantizers), quantizers, strict=True):
         assert_same(y, quantizer.apply(x), name)
+    spoiled = x.clone()
+    spoiled[3, 5], spoiled[40, 7], spoiled[41, 8], spoiled[50:60] = float("nan"), float("inf"), -float("inf"), 1e30
+    for quantizer in quantizers:
+        assert int(quantizer.num_saturated(spoiled.to(device))) == int(quantizer.num_saturated(spoiled)), name
     y, stats = quantizers[0].apply_with_stats(x.to(device), histograms=True)
     expected, expected_stats = quantizers[0].apply_with_stats(x, histograms=True)
     assert_same(y, expected, name)

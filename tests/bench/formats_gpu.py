@@ -109,7 +109,7 @@ def cases(
         assert tensor_scale is not None
 
         def work(i: int) -> None:
-            _, encode = triton_launch.amax_and_encode(xs[i % num], tensor_scale, choices.scale_rule)
+            encode = triton_launch.encode(xs[i % num], tensor_scale, choices.scale_rule)
             triton_launch.run(xs[i % num], outs[i % num], choices, encode, with_tensor_scale=True)
 
         return work
@@ -235,7 +235,7 @@ def small_tensor_us(name: str) -> float:
         return host_us(lambda: triton_launch.run(x, out, choices, None, with_tensor_scale=True))
 
     def work() -> None:
-        _, encode = triton_launch.amax_and_encode(x, tensor_scale, choices.scale_rule)
+        encode = triton_launch.encode(x, tensor_scale, choices.scale_rule)
         triton_launch.run(x, out, choices, encode, with_tensor_scale=True)
 
     return host_us(work)

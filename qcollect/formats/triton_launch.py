@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qcollect.formats.eager import Choices
-from qcollect.formats.error_stats import NUM_BINS, ErrorStats
+from qcollect.formats.error_stats import NUM_BINS, NUM_TOTALS, ErrorStats
 from qcollect.formats.records import ScaleRule, TensorScale
 from qcollect.formats.triton_constants import (
     Geometry,
@@ -40,6 +40,7 @@ _MAX_STEPS_OF_ONE = 4  # up to which one program alone is faster than several an
 _FINISH_SIZE = 4096
 _MAX_TILES = 32  # of a program: one bit each
 _STATS_GROUP = 32
+_SHARE_SIZE = 5  # of a program, in float64 numbers
 _MAX_PLANS = 4096
 _PAIRS_CAPABILITY = (9, 0)
 # By purpose, whether blocks have several rows, and bytes of an element: the fastest of those tried with 8192 x 8192
@@ -152,28 +153,15 @@ def run_with_stats(
     """``run``, and what it does to the tensor, counted in the same pass."""
     x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "histograms" if histograms else "stats")
-    num_programs = plan.num_programs
-    sums = torch.empty(2 * num_programs + 2, dtype=torch.float64, device=x.device)
-    max_errors = torch.empty(num_programs + 1, dtype=torch.float32, device=x.device)
-    counts = torch.empty(5 * num_programs, dtype=torch.int32, device=x.device)
-    totals = torch.empty(5, dtype=torch.int64, device=x.device)
+    shares = torch.empty(_SHARE_SIZE * plan.num_programs, dtype=torch.float64, device=x.device)
+    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device)
     bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals
-    tensors = (x, out, x if encode is None else encode, sums, max_errors, counts, bins)
+    tensors = (x, out, x if encode is None else encode, shares, bins)
     _launch("quantize_stats_kernel", plan, tensors, _seed(choices))
-    sum_total, max_error = sums[2 * num_programs :], max_errors[num_programs]
-    _launch("finish_stats_kernel", _finish_plan(plan), (sums, max_errors, counts, sum_total, max_error, totals), ())
-    squares, squared_error = sum_total.unbind()
-    zeroed, clamped, clamped_blocks, nans, infs = totals.unbind()
+    _launch("finish_stats_kernel", _finish_plan(plan), (shares, totals), ())
     return ErrorStats(
         num_elements=x.numel(),
-        sum_squares=squares,
-        sum_squared_error=squared_error,
-        max_error=max_error,
-        num_zeroed=zeroed,
-        num_clamped=clamped,
-        num_clamped_blocks=clamped_blocks,
-        num_nan=nans,
-        num_inf=infs,
+        totals=totals,
         exponent_counts=bins[0] if histograms else None,
         scale_counts=bins[1] if histograms and plan.has_blocks else None,
     )
@@ -310,7 +298,7 @@ def _finish_plan(plan: _Plan) -> _Plan:
     key = (plan.num_programs, plan.has_blocks)
     found = _finish_plans.get(key)
     if found is None:
-        found = _Plan(kept=(), num_programs=8, numbers=(*key, _FINISH_SIZE), num_warps=4)
+        found = _Plan(kept=(), num_programs=NUM_TOTALS, numbers=(*key, _FINISH_SIZE), num_warps=4)
         _remember(_finish_plans, key, found)
     return found
 

@@ -57,9 +57,7 @@ def quantize_stats_kernel(
     x_ptr,
     out_ptr,
     encode_ptr,
-    sums_ptr,
-    max_errors_ptr,
-    counts_ptr,
+    shares_ptr,
     bins_ptr,
     seed_low,
     seed_high,
@@ -79,9 +77,8 @@ def quantize_stats_kernel(
     are taken in units of a block's own largest power of two.
 
     Args:
-        sums_ptr: (2, programs) float64: of squares, of squared errors.
-        max_errors_ptr: (programs,) float32.
-        counts_ptr: (5, programs) int32: zeroed, clamped, clamped blocks, NaN, Inf.
+        shares_ptr: (2, programs) float64: sums of squares, of squared errors; then (6, programs) of four bytes: the
+            largest error in float32, and as int32 the zeroed, clamped, clamped blocks, NaN, Inf.
         bins_ptr: (2, 256) int64, added to: exponents of elements, codes of scales.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -212,17 +209,19 @@ def quantize_stats_kernel(
                             codes = _codes(as_bits(high(maxima)), tensor_encode, RULE)
                             c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
             rest >>= 1
-    tl.store(sums_ptr + program, tl.sum(squares))
-    tl.store(sums_ptr + num_programs + program, tl.sum(squared_errors))
-    tl.store(max_errors_ptr + program, tl.max(max_error))
-    tl.store(counts_ptr + program, tl.sum(zeroed.to(tl.int32)))
-    tl.store(counts_ptr + num_programs + program, tl.sum(clamped.to(tl.int32)))
+    tl.store(shares_ptr + program, tl.sum(squares))
+    tl.store(shares_ptr + num_programs + program, tl.sum(squared_errors))
+    tl.store(_max_errors(shares_ptr, num_programs) + program, tl.max(max_error))
+    counts_ptr = _counts(shares_ptr, num_programs) + program
+    num_clamped = tl.sum(clamped.to(tl.int32))
+    tl.store(counts_ptr, tl.sum(zeroed.to(tl.int32)))
+    tl.store(counts_ptr + num_programs, num_clamped)
     if RULE.has_blocks:
-        tl.store(counts_ptr + 2 * num_programs + program, tl.sum(clamped_blocks))
+        tl.store(counts_ptr + 2 * num_programs, tl.sum(clamped_blocks))
     else:
-        tl.store(counts_ptr + 2 * num_programs + program, tl.sum(clamped.to(tl.int32)))
-    tl.store(counts_ptr + 3 * num_programs + program, nans)
-    tl.store(counts_ptr + 4 * num_programs + program, infs)
+        tl.store(counts_ptr + 2 * num_programs, num_clamped)
+    tl.store(counts_ptr + 3 * num_programs, nans)
+    tl.store(counts_ptr + 4 * num_programs, infs)
     if HISTOGRAMS:
         # of eight exponents, every fourth in a word's two halves
         _add_counts(bins_ptr, top, n0, 2, 4)
@@ -445,39 +444,45 @@ def _add_counts(bins_ptr, number, words, FIELDS: tl.constexpr, STEP: tl.constexp
         tl.atomic_add(bins_ptr + number - STEP * i, count, mask=count > 0, sem="relaxed")
 
 
+# ---------------------------------------------------------------------------------------------
+# Shares
+# ---------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def finish_stats_kernel(
-    sums_ptr,
-    max_errors_ptr,
-    counts_ptr,
-    sum_ptr,
-    max_error_ptr,
-    count_ptr,
-    num_shares,
-    HAS_BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """One statistic a program (two sums, the maximum, five counts): the shares put together in a fixed order."""
+def _max_errors(shares_ptr, num_shares):
+    return (shares_ptr + 2 * num_shares).to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
+def _counts(shares_ptr, num_shares):
+    return (shares_ptr + 2 * num_shares).to(tl.pointer_type(tl.int32), bitcast=True) + num_shares
+
+
+@triton.jit
+def finish_stats_kernel(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    """One statistic a program: the shares put together in a fixed order.
+
+    Args:
+        totals_ptr: (8,) float64, two sums, the maximum, five counts.
+    """
     statistic = tl.program_id(0)
-    if statistic < 2:
-        total = tl.zeros((SIZE,), tl.float64)
-        for start in range(0, num_shares, SIZE):
-            index = start + tl.arange(0, SIZE)
-            total += tl.load(sums_ptr + statistic * num_shares + index, mask=index < num_shares, other=0.0)
-        tl.store(sum_ptr + statistic, tl.sum(total))
-    elif statistic == 2:
-        largest = tl.zeros((SIZE,), tl.float32)
-        for start in range(0, num_shares, SIZE):
-            index = start + tl.arange(0, SIZE)
-            largest = tl.maximum(largest, tl.load(max_errors_ptr + index, mask=index < num_shares, other=0.0))
-        tl.store(max_error_ptr, tl.max(largest))
+    total = tl.zeros((SIZE,), tl.float64)
+    for start in range(0, num_shares, SIZE):
+        index = start + tl.arange(0, SIZE)
+        exists = index < num_shares
+        if statistic < 2:
+            total += tl.load(shares_ptr + statistic * num_shares + index, mask=exists, other=0.0)
+        elif statistic == 2:
+            share = tl.load(_max_errors(shares_ptr, num_shares) + index, mask=exists, other=0.0)
+            total = tl.maximum(total, share.to(tl.float64))
+        else:
+            counts_ptr = _counts(shares_ptr, num_shares) + (statistic - 3) * num_shares
+            total += tl.load(counts_ptr + index, mask=exists, other=0).to(tl.float64)
+    if statistic == 2:
+        result = tl.max(total)
     else:
-        count = tl.zeros((SIZE,), tl.int64)
-        for start in range(0, num_shares, SIZE):
-            index = start + tl.arange(0, SIZE)
-            share = tl.load(counts_ptr + (statistic - 3) * num_shares + index, mask=index < num_shares, other=0)
-            count += share.to(tl.int64)
-        total_count = tl.sum(count)
-        if statistic == 5 and not HAS_BLOCKS:
-            total_count = tl.minimum(total_count, 1)
-        tl.store(count_ptr + statistic - 3, total_count)
+        result = tl.sum(total)
+    if statistic == 5 and not HAS_BLOCKS:
+        result = tl.minimum(result, 1.0)
+    tl.store(totals_ptr + statistic, result)

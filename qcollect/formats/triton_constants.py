@@ -342,10 +342,11 @@ _NO_SCALE = ScaleFormat(name="-", bits=8, min_exponent=-126, max_value=1.0, min_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileSize:
-    """How many elements a program takes at a time, and with how many warps."""
+    """How many elements a program takes at a time, with how many warps and at most how many registers a thread."""
 
     elements: int
     num_warps: int
+    max_registers: int | None = None
 
 
 def cut(

@@ -52,9 +52,9 @@ _TILE_SIZES = {
     ("plain", True, 4): TileSize(elements=2048, num_warps=1),
     ("both", True, 2): TileSize(elements=2048, num_warps=1),
     ("both", True, 4): TileSize(elements=2048, num_warps=4),
-    ("stats", False, 2): TileSize(elements=2048, num_warps=1),
-    ("stats", False, 4): TileSize(elements=1024, num_warps=1),
-    ("stats", True, 2): TileSize(elements=2048, num_warps=1),
+    ("stats", False, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
+    ("stats", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
+    ("stats", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
     ("stats", True, 4): TileSize(elements=2048, num_warps=2),
     ("histograms", False, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", False, 4): TileSize(elements=512, num_warps=1),
@@ -76,6 +76,7 @@ class _Plan:
     num_programs: int
     numbers: tuple[object, ...]
     num_warps: int
+    max_registers: int | None = None
     has_blocks: bool = False
 
 
@@ -227,7 +228,8 @@ def _launch(name: str, plan: _Plan, tensors: tuple[Tensor, ...], seeds: tuple[in
         run(plan.num_programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *seeds, *plan.numbers)
         return None
     kernel = _kernels()[name][(plan.num_programs,)]
-    found = kernel(*tensors, *seeds, *plan.numbers, num_warps=plan.num_warps, enable_fp_fusion=False)
+    options = {} if plan.max_registers is None else {"maxnreg": plan.max_registers}
+    found = kernel(*tensors, *seeds, *plan.numbers, num_warps=plan.num_warps, enable_fp_fusion=False, **options)
     if found is not None and device.type != "cpu":
         stream_of = _kernels()["triton"].runtime.driver.active.get_current_stream
         _remember(_compiled, key, (found.run, found.function, found.packed_metadata, stream_of))
@@ -262,6 +264,7 @@ def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool
             num_programs=num_programs,
             numbers=(*sizes, rule, geometry.tile, *((purpose == "histograms",) if is_counted else ())),
             num_warps=size.num_warps,
+            max_registers=size.max_registers,
             has_blocks=rule.has_blocks,
         )
         _remember(_plans, key, plan)

@@ -58,7 +58,7 @@ def can_take(path: str, quantizer: Quantizer) -> bool:
     entry = quantizer.quant_type
     if path == "interpreted":
         return entry.element is not None and not entry.element.is_cast
-    choices = quantizer._choices(0, torch.float32, 0)
+    choices = quantizer.choices(0, torch.float32)
     return path == "eager" or variant_of(torch.ones(1), choices, has_encode=quantizer.has_tensor_scale) in USUAL
 
 
@@ -91,7 +91,7 @@ def _variant(
     has_encode: bool | None = None,
     **settings: Any,
 ) -> compiled.Variant:
-    choices = Quantizer.create(name, **settings)._choices(0, dtype, 0)
+    choices = Quantizer.create(name, **settings).choices(0, dtype)
     return compiled._variant(choices, dtype, is_last=is_last, has_encode=has_encode)
 
 
@@ -134,7 +134,7 @@ def _import_interpreted() -> str:
         return "Triton was imported before its interpreter was chosen"
     # Triton looks at the variable when a kernel is defined
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-        from qcollect.formats import triton_kernels  # noqa: F401
+        from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
     return ""
 
 

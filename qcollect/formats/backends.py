@@ -66,7 +66,7 @@ def find_amax(x: Tensor, tensor_scale: TensorScale) -> Tensor:
 def find_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule) -> Tensor:
     """``scales.tensor_encode`` of the abs max of ``x``."""
     if _has_kernels(x):
-        return triton_launch.amax_and_encode(x, tensor_scale, rule)[1]
+        return triton_launch.encode(x, tensor_scale, rule)
     return tensor_encode(tensor_amax(x, tensor_scale), tensor_scale, rule)
 
 

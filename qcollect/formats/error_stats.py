@@ -6,6 +6,17 @@ import torch
 from torch import Tensor
 
 NUM_BINS = 256
+TOTALS = (
+    "sum_squares",
+    "sum_squared_error",
+    "max_error",
+    "num_zeroed",
+    "num_clamped",
+    "num_clamped_blocks",
+    "num_nan",
+    "num_inf",
+)
+NUM_TOTALS = len(TOTALS)
 _PART = 4096
 
 
@@ -18,33 +29,66 @@ class ErrorStats:
 
     Args:
         num_elements: of ``x``.
-        sum_squares: of ``x``, float64.
-        sum_squared_error: of ``y - x``, float64.
-        max_error: the largest ``|y - x|``, float32.
-        num_zeroed: elements that are not zero and become zero, int64.
-        num_clamped: elements that round beyond the maximum, int64.
-        num_clamped_blocks: blocks that hold one (without blocks: 0 or 1), int64.
-        num_nan, num_inf: of ``x``, int64.
+        totals: (8,) float64, what the properties name, in their order; counts are exact as far as 2^53.
         exponent_counts: (256,) int64, elements by the exponent field of their float32 form: bin ``e + 127``; 0 holds
             zeros and subnormals, 255 NaN and Inf. None if not asked for.
         scale_counts: (256,) int64, blocks by their scale's code. None if not asked for, or without blocks.
     """
 
     num_elements: int
-    sum_squares: Tensor
-    sum_squared_error: Tensor
-    max_error: Tensor
-    num_zeroed: Tensor
-    num_clamped: Tensor
-    num_clamped_blocks: Tensor
-    num_nan: Tensor
-    num_inf: Tensor
+    totals: Tensor
     exponent_counts: Tensor | None = None
     scale_counts: Tensor | None = None
 
+    @property
+    def sum_squares(self) -> Tensor:
+        """Of ``x``, 0-dim float64."""
+        return self.totals[0]
+
+    @property
+    def sum_squared_error(self) -> Tensor:
+        """Of ``y - x``, 0-dim float64."""
+        return self.totals[1]
+
+    @property
+    def max_error(self) -> Tensor:
+        """The largest ``|y - x|``, 0-dim float32."""
+        return self.totals[2].to(torch.float32)
+
+    @property
+    def num_zeroed(self) -> Tensor:
+        """Elements that are not zero and become zero, 0-dim int64."""
+        return self.totals[3].to(torch.int64)
+
+    @property
+    def num_clamped(self) -> Tensor:
+        """Elements that round beyond the maximum, 0-dim int64."""
+        return self.totals[4].to(torch.int64)
+
+    @property
+    def num_clamped_blocks(self) -> Tensor:
+        """Blocks that hold one (without blocks: 0 or 1), 0-dim int64."""
+        return self.totals[5].to(torch.int64)
+
+    @property
+    def num_nan(self) -> Tensor:
+        """Of ``x``, 0-dim int64."""
+        return self.totals[6].to(torch.int64)
+
+    @property
+    def num_inf(self) -> Tensor:
+        """Of ``x``, 0-dim int64."""
+        return self.totals[7].to(torch.int64)
+
     def to_dict(self) -> dict[str, int | float | list[int] | None]:
         """JSON-ready; waits for the device."""
-        return {name: _plain(getattr(self, name)) for name in self.__slots__}
+        totals = zip(TOTALS, self.totals.tolist(), strict=True)
+        return {
+            "num_elements": self.num_elements,
+            **{name: int(total) if name.startswith("num_") else total for name, total in totals},
+            "exponent_counts": _as_list(self.exponent_counts),
+            "scale_counts": _as_list(self.scale_counts),
+        }
 
 
 def sum_in_parts(values: Tensor) -> Tensor:
@@ -72,26 +116,29 @@ def measure(
     counts = torch.isfinite(y32) & ~is_nan & ~is_inf
     value, error = (torch.where(counts, t, 0.0).to(torch.float64) for t in (x32, y32.to(torch.float64) - x32))
     exponents = (x32.contiguous().view(torch.int32) >> 23) & (NUM_BINS - 1)
+    totals = (
+        sum_in_parts(value.square()),
+        sum_in_parts(error.square()),
+        error.abs().amax(),
+        ((x32 != 0) & (y32 == 0)).sum(),
+        clamped.sum(),
+        clamped_blocks.sum(),
+        is_nan.sum(),
+        is_inf.sum(),
+    )
     return ErrorStats(
         num_elements=x.numel(),
-        sum_squares=sum_in_parts(value.square()),
-        sum_squared_error=sum_in_parts(error.square()),
-        max_error=error.abs().amax().to(torch.float32),
-        num_zeroed=((x32 != 0) & (y32 == 0)).sum(),
-        num_clamped=clamped.sum(),
-        num_clamped_blocks=clamped_blocks.sum(),
-        num_nan=is_nan.sum(),
-        num_inf=is_inf.sum(),
+        totals=torch.stack([total.to(torch.float64) for total in totals]),
         exponent_counts=count_bins(exponents) if histograms else None,
         scale_counts=count_bins(scale_codes) if histograms and scale_codes is not None else None,
     )
 
 
-def _plain(value: Tensor | int | None) -> int | float | list[int] | None:
-    if isinstance(value, Tensor):
-        plain: int | float | list[int] = value.tolist()
-        return plain
-    return value
+def _as_list(counts: Tensor | None) -> list[int] | None:
+    if counts is None:
+        return None
+    as_list: list[int] = counts.tolist()
+    return as_list
 
 
 def count_bins(values: Tensor) -> Tensor:

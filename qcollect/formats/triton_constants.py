@@ -4,8 +4,9 @@ Kernels know no format. They take a ``Rule``, whose fields are mostly float32 bi
 a ``Tile``. Both are hashed and written out by Triton as keys of its cache. Imports no Triton.
 """
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ _MAX_FLOAT_EXPONENT = 127
 _MIN_NORMAL_EXPONENT = -126
 # Of the abs max of a block, twice that of an element: squares and 2^23 spacings are far from float32's ends.
 _MAX_MODERATE_EXPONENT = 32
+_MAX_PAIR_BITS = 6  # one less than bfloat16 has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +34,15 @@ class Rule:
         has_short_mantissas: whether the numbers that are rounded are those of a 16-bit dtype, but for powers of two.
         mantissa_steps: from an exponent down to its spacing.
         taper_bounds, taper_steps: where the distance from exponent 0 is beyond a bound, the steps that hold instead.
-        magic_factor, taper_factors: from an exponent, as a power of two, to 2^23 spacings.
+        magic_factor, taper_factors, taper_growths: from an exponent, as a power of two, to 2^23 spacings; what a bound
+            adds to the factor.
         max_value, limit: a magnitude that rounds beyond the first becomes the second.
         has_limit_from, limit_from: the least float32 that does, where the rounding alone decides.
         half_away_bound: largest distance from exponent 0 at which hybrid rounding is half away.
         tiny_exponent: below it hybrid rounding gives zero.
         has_blocks: whether blocks have scales.
-        can_keep_scale: whether blocks can be rounded without a division by their scales, where these are moderate.
+        can_be_short: whether tiles can be quantized the short way.
+        can_be_paired: and that in pairs of bfloat16.
         is_power_of_two: whether these are bare powers of two; from ``carry`` to ``scale_top_bits`` fields are theirs,
             those from ``factor`` to ``rounds_to_bfloat16`` of the others.
         carry: added to the bits of an abs max before its mantissa is cut off.
@@ -65,6 +69,7 @@ class Rule:
     taper_steps: tuple[int, ...]
     magic_factor: float
     taper_factors: tuple[float, ...]
+    taper_growths: tuple[float, ...]
     max_value: float
     limit: float
     has_limit_from: bool
@@ -80,7 +85,8 @@ class Rule:
     half_away_bound: int
     tiny_exponent: int
     has_blocks: bool
-    can_keep_scale: bool
+    can_be_short: bool
+    can_be_paired: bool
     is_power_of_two: bool
     carry: int
     offset_steps: int
@@ -118,6 +124,7 @@ class Tile:
         has_one_band, has_one_outer: whether there is one band, and one outer index, only.
         is_full: whether every tile is whole, so that nothing is masked.
         is_large: whether an element's place needs 64 bits.
+        is_paired: whether what counts as an element here is a pair of them.
         num_warps: of a program.
         fold_repeats, fold_lanes, fold_each: the tile as threads hold it.
     """
@@ -132,6 +139,7 @@ class Tile:
     has_one_outer: bool
     is_full: bool
     is_large: bool
+    is_paired: bool
     num_warps: int
     fold_repeats: int
     fold_lanes: int
@@ -159,7 +167,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeRule:
-    """How a tensor's factor follows from its abs max: by a ``bound``, or as a power of two by a ``target``."""
+    """How a tensor's factor, if that is wanted and not the abs max, follows from it: by a ``bound`` or a ``target``."""
 
     sees_nonfinite: bool
     has_encode: bool
@@ -194,6 +202,19 @@ def make_rule(choices: Choices, dtype: torch.dtype, *, has_encode: bool, with_te
     has_limit_from = not has_blocks and choices.rounding in ("nearest_even", "half_away")
     width, lowest = scale_format.mantissa_bits, 2.0**scale_format.min_exponent
     has_subnormals = scale_format.min_value < lowest
+    if has_blocks:
+        can_be_short = (
+            is_power_of_two
+            and choices.rounding == "nearest_even"
+            and limit == element.max_value
+            and not (element.taper or entry.micro_exponents)
+            and scale_format.min_exponent <= -3 * _MAX_MODERATE_EXPONENT
+            and scale_format.max_exponent >= 3 * _MAX_MODERATE_EXPONENT
+        )
+    else:
+        can_be_short = has_limit_from and not has_encode
+    can_be_short = can_be_short and element.min_exponent >= -_MAX_MODERATE_EXPONENT
+    can_be_short = can_be_short and element.max_exponent <= _MAX_MODERATE_EXPONENT
     return Rule(
         lowest_bits=_exponent_field(element.min_exponent),
         # one binade above the maximum: whatever is there is beyond it in any spacing
@@ -206,6 +227,10 @@ def make_rule(choices: Choices, dtype: torch.dtype, *, has_encode: bool, with_te
         taper_steps=tuple(bits << MANTISSA_WIDTH for _, bits in element.taper[1:]),
         magic_factor=2.0 ** (MANTISSA_WIDTH - element.mantissa_bits),
         taper_factors=tuple(2.0 ** (MANTISSA_WIDTH - bits) for _, bits in element.taper[1:]),
+        taper_growths=tuple(
+            2.0 ** (MANTISSA_WIDTH - after) - 2.0 ** (MANTISSA_WIDTH - before)
+            for (_, before), (_, after) in itertools.pairwise(element.taper)
+        ),
         max_value=element.max_value,
         limit=limit,
         has_limit_from=has_limit_from,
@@ -221,14 +246,8 @@ def make_rule(choices: Choices, dtype: torch.dtype, *, has_encode: bool, with_te
         half_away_bound=element.taper[0][0] if element.taper else 0,
         tiny_exponent=element.min_exponent - 1,
         has_blocks=has_blocks,
-        can_keep_scale=has_blocks
-        and is_power_of_two
-        and choices.rounding == "nearest_even"
-        and limit == element.max_value
-        and not (element.taper or entry.micro_exponents)
-        and -_MAX_MODERATE_EXPONENT <= element.min_exponent <= element.max_exponent <= _MAX_MODERATE_EXPONENT
-        and scale_format.min_exponent <= -3 * _MAX_MODERATE_EXPONENT
-        and scale_format.max_exponent >= 3 * _MAX_MODERATE_EXPONENT,
+        can_be_short=can_be_short,
+        can_be_paired=can_be_short and dtype == torch.bfloat16 and _fits_pairs(element),
         is_power_of_two=is_power_of_two,
         carry=carry(element) if carry else 0,
         offset_steps=element.max_exponent << MANTISSA_WIDTH,
@@ -257,6 +276,12 @@ def make_rule(choices: Choices, dtype: torch.dtype, *, has_encode: bool, with_te
         has_encode=has_encode,
         restores_encode=has_encode and with_tensor_scale,
     )
+
+
+def _fits_pairs(element: Element) -> bool:
+    """Whether what the short way does with this element is exact in bfloat16, too."""
+    bits = [element.mantissa_bits, *(bits for _, bits in element.taper)]
+    return max(bits) <= _MAX_PAIR_BITS and min(bits) >= 0 and element.max_exponent >= 0
 
 
 def is_expressible(element: Element, scale_format: ScaleFormat | None) -> bool:
@@ -317,14 +342,43 @@ _NO_SCALE = ScaleFormat(name="-", bits=8, min_exponent=-126, max_value=1.0, min_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileSize:
-    """How many elements a program takes and with how many warps, for a way of cutting."""
+    """How many elements a program takes at a time, with how many warps and at most how many registers a thread."""
 
     elements: int
     num_warps: int
+    max_registers: int | None = None
 
 
-def cut(shape: tuple[int, int, int], rows: int, width: int, size: TileSize, element_size: int) -> Geometry:
-    """How a dense tensor of this shape is cut into blocks of ``rows`` x ``width`` and those into tiles."""
+def cut(
+    shape: tuple[int, int, int], rows: int, width: int, size: TileSize, element_size: int, *, in_pairs: bool = False
+) -> Geometry:
+    """How a dense tensor of this shape is cut into blocks of ``rows`` x ``width`` and those into tiles.
+
+    Args:
+        in_pairs: elements side by side are taken together where everything divides.
+    """
+    if in_pairs:
+        geometry = _cut_pairs(shape, rows, width, size, element_size)
+        if geometry is not None:
+            return geometry
+    return _cut(shape, rows, width, size, element_size)
+
+
+def _cut_pairs(
+    shape: tuple[int, int, int], rows: int, width: int, size: TileSize, element_size: int
+) -> Geometry | None:
+    outer, num_rows, columns = shape
+    # a single pair would pass for a block along another axis
+    if columns % 2 or (width > 1 and (width % 2 or width < 4)):
+        return None
+    half = TileSize(elements=size.elements // 2, num_warps=size.num_warps)
+    geometry = _cut((outer, num_rows, columns // 2), rows, max(width // 2, 1), half, 2 * element_size)
+    if not geometry.tile.is_full:
+        return None
+    return replace(geometry, tile=replace(geometry.tile, is_paired=True))
+
+
+def _cut(shape: tuple[int, int, int], rows: int, width: int, size: TileSize, element_size: int) -> Geometry:
     outer, num_rows, columns = shape
     row_blocks, column_blocks = -(-num_rows // rows), -(-columns // width)
     num_bands = outer * row_blocks
@@ -353,6 +407,7 @@ def cut(shape: tuple[int, int, int], rows: int, width: int, size: TileSize, elem
         has_one_outer=outer == 1,
         is_full=is_full,
         is_large=outer * (num_rows + padded[0]) * (columns + num_blocks * padded[1]) >= 1 << 31,
+        is_paired=False,
         num_warps=size.num_warps,
         fold_repeats=num_elements // (each * lanes),
         fold_lanes=lanes,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qcollect.formats.eager import Choices
-from qcollect.formats.error_stats import NUM_BINS, ErrorStats
+from qcollect.formats.error_stats import NUM_BINS, NUM_TOTALS, ErrorStats
 from qcollect.formats.records import ScaleRule, TensorScale
 from qcollect.formats.triton_constants import (
     Geometry,
@@ -34,13 +34,15 @@ _MAX_BLOCK_ELEMENTS = 4096
 _MAX_WARP_ELEMENTS = 2048
 # Programs of the kernels that add up; the same number on every device, so that sums are the same too.
 _NUM_PROGRAMS = 4096
+_NUM_STATS_PROGRAMS = 2112
 _AMAX_BYTES = 8192
 _MAX_STEPS_OF_ONE = 4  # up to which one program alone is faster than several and another launch
 _FINISH_SIZE = 4096
-_MAX_TILES = 512
+_MAX_TILES = 32  # of a program: one bit each
 _STATS_GROUP = 32
-_ALIGNED = 4  # float32 numbers in sixteen bytes
+_SHARE_SIZE = 5  # of a program, in float64 numbers
 _MAX_PLANS = 4096
+_PAIRS_CAPABILITY = (9, 0)
 # By purpose, whether blocks have several rows, and bytes of an element: the fastest of those tried with 8192 x 8192
 # elements on an H200. A single warp keeps the maxima of blocks along another axis than the last inside it.
 _TILE_SIZES = {
@@ -48,13 +50,13 @@ _TILE_SIZES = {
     ("plain", False, 4): TileSize(elements=1024, num_warps=1),
     ("plain", True, 2): TileSize(elements=2048, num_warps=1),
     ("plain", True, 4): TileSize(elements=2048, num_warps=1),
-    ("both", True, 2): TileSize(elements=1024, num_warps=1),
-    ("both", True, 4): TileSize(elements=4096, num_warps=4),
-    ("stats", False, 2): TileSize(elements=512, num_warps=1),
-    ("stats", False, 4): TileSize(elements=512, num_warps=1),
-    ("stats", True, 2): TileSize(elements=1024, num_warps=1),
-    ("stats", True, 4): TileSize(elements=1024, num_warps=1),
-    ("histograms", False, 2): TileSize(elements=512, num_warps=1),
+    ("both", True, 2): TileSize(elements=2048, num_warps=1),
+    ("both", True, 4): TileSize(elements=2048, num_warps=4),
+    ("stats", False, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
+    ("stats", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
+    ("stats", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
+    ("stats", True, 4): TileSize(elements=2048, num_warps=2),
+    ("histograms", False, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", False, 4): TileSize(elements=512, num_warps=1),
     ("histograms", True, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", True, 4): TileSize(elements=1024, num_warps=1),
@@ -74,6 +76,7 @@ class _Plan:
     num_programs: int
     numbers: tuple[object, ...]
     num_warps: int
+    max_registers: int | None = None
     has_blocks: bool = False
 
 
@@ -151,28 +154,15 @@ def run_with_stats(
     """``run``, and what it does to the tensor, counted in the same pass."""
     x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "histograms" if histograms else "stats")
-    num_programs = plan.num_programs
-    sums = torch.empty(2 * num_programs + 2, dtype=torch.float64, device=x.device)
-    max_errors = torch.empty(num_programs + 1, dtype=torch.float32, device=x.device)
-    counts = torch.empty(5 * num_programs, dtype=torch.int32, device=x.device)
-    totals = torch.empty(5, dtype=torch.int64, device=x.device)
+    shares = torch.empty(_SHARE_SIZE * plan.num_programs, dtype=torch.float64, device=x.device)
+    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device)
     bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals
-    tensors = (x, out, x if encode is None else encode, sums, max_errors, counts, bins)
+    tensors = (x, out, x if encode is None else encode, shares, bins)
     _launch("quantize_stats_kernel", plan, tensors, _seed(choices))
-    sum_total, max_error = sums[2 * num_programs :], max_errors[num_programs]
-    _launch("finish_stats_kernel", _finish_plan(plan), (sums, max_errors, counts, sum_total, max_error, totals), ())
-    squares, squared_error = sum_total.unbind()
-    zeroed, clamped, clamped_blocks, nans, infs = totals.unbind()
+    _launch("finish_stats_kernel", _finish_plan(plan), (shares, totals), ())
     return ErrorStats(
         num_elements=x.numel(),
-        sum_squares=squares,
-        sum_squared_error=squared_error,
-        max_error=max_error,
-        num_zeroed=zeroed,
-        num_clamped=clamped,
-        num_clamped_blocks=clamped_blocks,
-        num_nan=nans,
-        num_inf=infs,
+        totals=totals,
         exponent_counts=bins[0] if histograms else None,
         scale_counts=bins[1] if histograms and plan.has_blocks else None,
     )
@@ -180,17 +170,15 @@ def run_with_stats(
 
 def amax(x: Tensor, *, sees_nonfinite: bool = True) -> Tensor:
     """The abs max of ``x``, 0-dim float32: NaN over Inf over numbers, or of finite numbers alone (0 without one)."""
-    return _amax(x, None, None, sees_nonfinite)[0]
+    return _reduce(x, None, None, sees_nonfinite)
 
 
-def amax_and_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule | None) -> tuple[Tensor, Tensor]:
-    """The abs max that the tensor's scale follows from, and what the tensor is multiplied with; 0-dim float32."""
-    return _amax(x, tensor_scale, rule, tensor_scale.sees_nonfinite)
+def encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule | None) -> Tensor:
+    """What ``x`` is multiplied with, from its abs max, 0-dim float32."""
+    return _reduce(x, tensor_scale, rule, tensor_scale.sees_nonfinite)
 
 
-def _amax(
-    x: Tensor, tensor_scale: TensorScale | None, scale_rule: ScaleRule | None, sees_nonfinite: bool
-) -> tuple[Tensor, Tensor]:
+def _reduce(x: Tensor, tensor_scale: TensorScale | None, scale_rule: ScaleRule | None, sees_nonfinite: bool) -> Tensor:
     x = _dense(x)
     key = (id(tensor_scale), scale_rule, sees_nonfinite, x.shape, x.dtype)
     plans = _amax_plans.get(key)
@@ -198,12 +186,15 @@ def _amax(
         plans = _make_amax_plans(x, tensor_scale, scale_rule, sees_nonfinite)
         _remember(_amax_plans, key, plans)
     plan, finish = plans
-    # two results, sixteen bytes apart, then what the programs found
-    found = torch.empty(2 * _ALIGNED + plan.num_programs, dtype=torch.float32, device=x.device)
+    if plan.num_programs == 1:
+        found = torch.empty((), dtype=torch.float32, device=x.device)
+        _launch("amax_kernel", plan, (x, found), ())
+        return found
+    # the result, then what the programs found
+    found = torch.empty(1 + plan.num_programs, dtype=torch.float32, device=x.device)
     _launch("amax_kernel", plan, (x, found), ())
-    if plan.num_programs > 1:
-        _launch("finish_amax_kernel", finish, (found,), ())
-    return found[0], found[_ALIGNED]
+    _launch("finish_amax_kernel", finish, (found,), ())
+    return found[0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -223,21 +214,24 @@ def _launch(name: str, plan: _Plan, tensors: tuple[Tensor, ...], seeds: tuple[in
     if device.type != "cpu" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _launch(name, plan, tensors, seeds)
-    addresses = 0
+    addresses, any_bits = [], 0
     for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    aligned = None if addresses % 16 == 0 else tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        address = tensor.data_ptr()
+        addresses.append(address)
+        any_bits |= address
+    aligned = None if any_bits % 16 == 0 else tuple(address % 16 == 0 for address in addresses)
     key = (name, id(plan), device.index, aligned)
     compiled = _compiled.get(key)
     if compiled is not None:
         run, function, metadata, stream_of = compiled
         stream = stream_of(device.index)
-        run(plan.num_programs, 1, 1, stream, function, metadata, None, None, None, *tensors, *seeds, *plan.numbers)
+        run(plan.num_programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *seeds, *plan.numbers)
         return None
-    kernel = getattr(_kernels(), name)[(plan.num_programs,)]
-    found = kernel(*tensors, *seeds, *plan.numbers, num_warps=plan.num_warps, enable_fp_fusion=False)
+    kernel = _kernels()[name][(plan.num_programs,)]
+    options = {} if plan.max_registers is None else {"maxnreg": plan.max_registers}
+    found = kernel(*tensors, *seeds, *plan.numbers, num_warps=plan.num_warps, enable_fp_fusion=False, **options)
     if found is not None and device.type != "cpu":
-        stream_of = _kernels().triton.runtime.driver.active.get_current_stream
+        stream_of = _kernels()["triton"].runtime.driver.active.get_current_stream
         _remember(_compiled, key, (found.run, found.function, found.packed_metadata, stream_of))
     return None
 
@@ -259,17 +253,18 @@ def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool
         shape, rows, width = as_outer_rows_columns(x, choices, group=_STATS_GROUP if is_counted else 1)
         rule = make_rule(choices, x.dtype, has_encode=has_encode, with_tensor_scale=with_tensor_scale)
         size = _tile_size(rows, width, x.element_size(), purpose)
-        geometry = cut(shape, rows, width, size, x.element_size())
+        in_pairs = is_counted and rule.can_be_paired and _has_pairs(x)
+        geometry = cut(shape, rows, width, size, x.element_size(), in_pairs=in_pairs)
         sizes, num_tiles, num_programs = _sizes(geometry), geometry.num_tiles, geometry.num_tiles
         if is_counted:
-            # counts of a program stay below 2^16 in a thread
-            num_programs = min(num_tiles, max(_NUM_PROGRAMS, num_tiles // _MAX_TILES))
+            num_programs = min(num_tiles, max(_NUM_STATS_PROGRAMS, -(-num_tiles // _MAX_TILES)))
             sizes = (*sizes, num_tiles)
         plan = _Plan(
             kept=(choices.quant_type, choices.source),
             num_programs=num_programs,
             numbers=(*sizes, rule, geometry.tile, *((purpose == "histograms",) if is_counted else ())),
             num_warps=size.num_warps,
+            max_registers=size.max_registers,
             has_blocks=rule.has_blocks,
         )
         _remember(_plans, key, plan)
@@ -285,11 +280,12 @@ def _plan_both(
         assert isinstance(last.block_size, int) and isinstance(first.block_size, int)
         rows, width = min(first.block_size, x.shape[0]), min(last.block_size, x.shape[1])
         size = _tile_size(rows, width, x.element_size(), "both")
-        geometry = cut((1, *x.shape), rows, width, size, x.element_size())
         rules = (
             make_rule(last, x.dtype, has_encode=has_last, with_tensor_scale=with_tensor_scale),
             make_rule(first, x.dtype, has_encode=has_first, with_tensor_scale=with_tensor_scale),
         )
+        in_pairs = all(rule.can_be_paired for rule in rules) and _has_pairs(x)
+        geometry = cut((1, *x.shape), rows, width, size, x.element_size(), in_pairs=in_pairs)
         plan = _Plan(
             kept=(last.quant_type, last.source, first.quant_type, first.source),
             num_programs=geometry.num_tiles,
@@ -305,7 +301,7 @@ def _finish_plan(plan: _Plan) -> _Plan:
     key = (plan.num_programs, plan.has_blocks)
     found = _finish_plans.get(key)
     if found is None:
-        found = _Plan(kept=(), num_programs=8, numbers=(*key, _FINISH_SIZE), num_warps=4)
+        found = _Plan(kept=(), num_programs=NUM_TOTALS, numbers=(*key, _FINISH_SIZE), num_warps=4)
         _remember(_finish_plans, key, found)
     return found
 
@@ -364,6 +360,16 @@ def _is_on_device(x: Tensor) -> bool:
     return x.device.type == "cpu" and has_triton() and _is_interpreted()
 
 
+def _has_pairs(x: Tensor) -> bool:
+    """Whether the device works on pairs of bfloat16, all of what the kernels do with them."""
+    return x.device.type != "cuda" or _capability(x.device.index) >= _PAIRS_CAPABILITY
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
 @cache
 def has_triton() -> bool:
     """Whether Triton is installed; it is not imported."""
@@ -375,7 +381,7 @@ def _is_interpreted() -> bool:
 
 
 @cache
-def _kernels() -> Any:
-    from qcollect.formats import triton_kernels
+def _kernels() -> dict[str, Any]:
+    from qcollect.formats import triton_kernels, triton_stats
 
-    return triton_kernels
+    return {**vars(triton_kernels), **vars(triton_stats)}

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from qcollect.errors import FormatError
-from qcollect.formats.custom import Problem, definition_of, is_format_file, load_quant_type, read_definition
+from qcollect.formats.custom import definition_of, is_format_file, load_quant_type, read_definition
+from qcollect.formats.custom_reader import Problem
 
 RECIPE_DIR = "$RECIPE_DIR"
 

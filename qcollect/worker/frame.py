@@ -5,7 +5,7 @@ a capture always carries the iteration, micro-batch and sample of the forward it
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,8 @@ class TakenCapture:
 class Frame:
     """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted.
 
-    ``num_calls`` counts the calls of each module, those without grad and those with grad apart.
+    ``num_calls`` counts the calls of each module, those without grad and those with grad apart; ``counts`` holds what
+    was counted over operands.
     """
 
     iteration: int
@@ -52,6 +53,7 @@ class Frame:
     wanted: Wanted
     sink: Callable[[TakenCapture], None]
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    counts: dict[tuple[Hashable, ...], torch.Tensor] = field(default_factory=dict)
 
     def of_call(self, module: str) -> "Frame | None":
         """This frame for the first call of a module, None for a later one: a group is of one call, there and back.
@@ -67,6 +69,13 @@ class Frame:
 
     def wants(self, module: str, tensor_name: str, gemm: Gemm | None = None) -> bool:
         return (module, tensor_name, gemm) in self.wanted
+
+    def describe(self, module: str, use: Use) -> dict[str, Any]:
+        """``Use.describe``; the elements clamped are counted once for an original and its quantized copies."""
+        key = (module, *use.count_key)
+        if key not in self.counts:
+            self.counts[key] = use.num_saturated()
+        return use.describe(self.counts[key])
 
     def take(
         self,
@@ -164,9 +173,8 @@ class ModuleTap:
         if frame is None or not frame.wants(self.module, use.tensor_name, use.gemm):
             return
         values = consumed.values if consumed.factor is None else use.values()
-        frame.take(
-            self.module, use.tensor_name, values, gemm=use.gemm, consumers=[use.describe()], token_layout=token_layout
-        )
+        consumers = [frame.describe(self.module, use)]
+        frame.take(self.module, use.tensor_name, values, gemm=use.gemm, consumers=consumers, token_layout=token_layout)
 
     def values(
         self,
@@ -221,5 +229,5 @@ class ModuleTap:
             quantizer = self.quantizers[tensor_name, gemm]
             if not quantizer.is_identity:
                 use = self._use(tensor_name, gemm, matrix, (frame.iteration, frame.micro_batch))
-                consumers.append(use.describe())
+                consumers.append(frame.describe(self.module, use))
         frame.take(self.module, tensor_name, tensor, consumers=consumers, token_layout=token_layout)

@@ -1,15 +1,17 @@
 """Which quantizer each operand of each gemm goes through, from a recipe's ``quant`` section."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from qcollect.formats.quantizer import Quantizer, apply_both, prepare
+from qcollect.formats.binding import Binding, values_of_both
+from qcollect.formats.quantizer import prepare
 from qcollect.formats.random import seed_of
+from qcollect.formats.resolved import Quantizer
 from qcollect.formats.scope import amax_scope
 from qcollect.recipe.records import QuantSpec
 from qcollect.vocab import Gemm, LayerType
@@ -113,9 +115,9 @@ def _quantizer(spec: QuantSpec, tensor_name: str, gemm: Gemm, axis: int) -> Quan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One gemm's use of one operand: the original, the quantizer, and all that is drawn and measured for it."""
+    """One gemm's use of one operand: its quantizer bound to the original, and what was drawn and measured for it."""
 
-    original: torch.Tensor
+    binding: Binding
     quantizer: Quantizer
     layer_type: LayerType
     tensor_name: str
@@ -143,60 +145,66 @@ class Use:
         """
         run_seed, _, _, module = seeds
         hadamard_seed = seed_of(run_seed, "hadamard", module, gemm) if quantizer.hadamard else 0
+        amax = quantizer.amax_of(original, hadamard_seed=hadamard_seed)
+        seed = seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None
         return cls(
-            original=original,
+            binding=quantizer.bind(original, amax=amax, seed=seed, hadamard_seed=hadamard_seed),
             quantizer=quantizer,
             layer_type=layer_type,
             tensor_name=tensor_name,
             gemm=gemm,
-            amax=quantizer.amax_of(original, hadamard_seed=hadamard_seed),
-            seed=seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None,
+            amax=amax,
+            seed=seed,
             hadamard_seed=hadamard_seed,
         )
 
     def values(self) -> torch.Tensor:
         """The values consumed, in the dtype of the original: what is captured."""
-        return self.quantizer.apply(self.original, amax=self.amax, seed=self.seed, hadamard_seed=self.hadamard_seed)
+        return self.binding.values()
 
     def operand(self) -> Operand:
         """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result."""
-        if not self.quantizer.quant_type.has_tensor_scale:
-            return Operand(values=self.values())
-        values = self.quantizer.operand(self.original, amax=self.amax, seed=self.seed, hadamard_seed=self.hadamard_seed)
-        return Operand(values=values, factor=self.quantizer.scale_of(self.amax))
+        return Operand(values=self.binding.operand(), factor=self._factor())
 
     def operands_with(self, first: "Use") -> tuple[Operand, Operand]:
         """``operand`` of this use, along the last axis, and of ``first``, along the first axis of the same original."""
-        uses = (self, first)
-        if any(use.quantizer.hadamard for use in uses):
-            return self.operand(), first.operand()
-        values = apply_both(
-            self.original,
-            self.quantizer,
-            first.quantizer,
-            amax=(self.amax, first.amax),
-            seeds=(self.seed, first.seed),
-            with_tensor_scale=False,
+        along_last, along_first = values_of_both(self.binding, first.binding, with_tensor_scale=False)
+        return (
+            Operand(values=along_last, factor=self._factor()),
+            Operand(values=along_first, factor=first._factor()),
         )
-        factors = [u.quantizer.scale_of(u.amax) if u.quantizer.quant_type.has_tensor_scale else None for u in uses]
-        return Operand(values=values[0], factor=factors[0]), Operand(values=values[1], factor=factors[1])
 
-    def describe(self) -> dict[str, Any]:
-        """One entry of ``consumers``: all that the values follow from, bit for bit (``formats.consumed``)."""
-        quantizer, scale = self.quantizer, self.quantizer.scale_of(self.amax)
-        num_saturated = quantizer.num_saturated(
-            self.original, amax=self.amax, seed=self.seed, hadamard_seed=self.hadamard_seed
-        )
+    def _factor(self) -> torch.Tensor | None:
+        return self.quantizer.scale_of(self.amax) if self.quantizer.quant_type.has_tensor_scale else None
+
+    @property
+    def count_key(self) -> tuple[Hashable, ...]:
+        """The same for uses by one module that clamp the same elements: those of one tensor, not changed since."""
+        x = self.binding.x
+        place = (x.data_ptr(), x._version, x.shape, x.stride())
+        return self.tensor_name, self.quantizer, self.seed, self.hadamard_seed, *place
+
+    def num_saturated(self) -> torch.Tensor:
+        """How many elements are clamped, 0-dim: as much work as quantizing."""
+        return self.binding.num_saturated()
+
+    def describe(self, num_saturated: torch.Tensor) -> dict[str, Any]:
+        """One entry of ``consumers``: all that the values follow from, bit for bit (``formats.consumed``).
+
+        What is computed on the device is a 0-dim tensor in it: nothing waits here, but whoever writes the entry down
+        (``store.capture.plain``).
+        """
+        quantizer, original = self.quantizer, self.binding.x
         return {
             "gemm": str(self.gemm),
             **quantizer.describe(),
-            "axis": AXES[self.layer_type][self.tensor_name, self.gemm] % self.original.dim(),
-            "scale": None if scale is None else float(scale),
-            "amax": None if self.amax is None else float(self.amax),
-            "amax_scope": None if self.amax is None else amax_scope(self.original),
+            "axis": AXES[self.layer_type][self.tensor_name, self.gemm] % original.dim(),
+            "scale": quantizer.scale_of(self.amax),
+            "amax": self.amax,
+            "amax_scope": None if self.amax is None else amax_scope(original),
             "seed": self.seed,
             "hadamard_seed": self.hadamard_seed if quantizer.hadamard else None,
             "saturate": quantizer.saturate,
-            "shape": list(self.original.shape),
-            "num_saturated": int(num_saturated),
+            "shape": list(original.shape),
+            "num_saturated": num_saturated,
         }

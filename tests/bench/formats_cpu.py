@@ -131,7 +131,7 @@ def choices_of(quant_type: str, axis: int, settings: dict[str, Any]) -> Any:
 
     settings = dict(settings)
     seed = settings.pop("seed", 0)
-    return Quantizer.create(quant_type, axis=axis, **settings)._choices(axis % 2, torch.float32, seed)
+    return Quantizer.create(quant_type, axis=axis, **settings).choices(axis % 2, torch.float32, seed)
 
 
 def by_steps(x: Any, out: Any, choices: Any, encode: Any) -> None:

@@ -136,7 +136,7 @@ def reference_stats(x: Tensor, choices: Choices, encode: Tensor | None) -> dict[
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, kind: str, generator: torch.Generator) -> Tensor:
-    """``bits`` (few NaN and Inf), ``wide`` range, ``subnormal``, or ``normal``, with zeros of both signs."""
+    """``bits`` (few NaN and Inf), ``wide``, ``steep``, ``subnormal``, ``ties`` or ``normal``; zeros of both signs."""
     num = torch.Size(shape).numel()
     if kind == "bits":
         words = torch.randint(-(1 << 31), 1 << 31, (num,), generator=generator)
@@ -148,6 +148,12 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, kind: str, generat
     elif kind == "subnormal":
         x = torch.randint(0, 1 << 24, (num,), generator=generator).to(torch.int32).view(torch.float32)
         x = torch.where(torch.rand(num, generator=generator) < 0.5, -x, x)
+    elif kind == "ties":
+        x = torch.randint(-64, 65, (num,), generator=generator) * 0.0625
+    elif kind == "steep":
+        # from row to row, and from column to column, out of what is near 1
+        steps = torch.arange(num).view(shape) // shape[-1] + torch.arange(num).view(shape) % shape[-1]
+        x = torch.randn(num, generator=generator) * torch.exp2(steps.flatten() * 0.75 - 50.0)
     else:
         x = torch.randn(num, generator=generator)
     x = torch.where(torch.rand(num, generator=generator) < 0.03, 0.0, x)
@@ -176,7 +182,7 @@ def by_kernels(x: Tensor, choices: Choices, encode: Tensor | None, *, with_tenso
 
 def kernel_encode(x: Tensor, choices: Choices) -> Tensor | None:
     tensor_scale = choices.quant_type.tensor_scale
-    return None if tensor_scale is None else triton_launch.amax_and_encode(x, tensor_scale, choices.scale_rule)[1]
+    return None if tensor_scale is None else triton_launch.encode(x, tensor_scale, choices.scale_rule)
 
 
 def vectors() -> Iterator[tuple[str, Tensor, Tensor, Choices, bool]]:
@@ -335,36 +341,47 @@ def check_both(device: str, part: int = 0, num_parts: int = 1) -> str:
     return f"{done} pairs"
 
 
+def counted_tensors(device: str) -> Iterator[tuple[str, tuple[int, ...], int, torch.dtype, str]]:
+    # in the interpreter a program takes 0.1 s, so two of them: then there is something to put together
+    shapes = ((33, 70), (70, 33)) if device == "cpu" else ((70, 70), (512, 768), (3000, 1024))
+    names = ("mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "hif4", "mxint8")
+    for num, (name, shape, axis) in enumerate(itertools.product(names, shapes, (0, 1))):
+        yield name, shape, axis, DTYPES[num % 3], ("wide", "bits", "normal", "subnormal")[num % 4]
+    # whole tiles, most of them without anything extreme
+    names = ("mxfp8", "mxfp4", "mxint8", "mxfp6_e2m3", "mxfp8_e5m2", "hifp8")
+    for name, dtype, axis in itertools.product(names, (torch.bfloat16, torch.float32), (0, 1)):
+        yield name, (64, 96), axis, dtype, "normal"
+        yield name, (32, 128), axis, dtype, "ties"
+        yield name, (32, 64), axis, dtype, "steep"
+
+
 def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
     """Counts exactly, sums to a part in a million, and the same bits a second time."""
     done = 0
-    # in the interpreter a program takes 0.1 s: two or three, so that there is something to put together
-    shapes = ((9, 70), (70, 9)) if device == "cpu" else ((70, 70), (512, 768), (3000, 1024))
-    names = ("mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "hif4", "mxint8")
-    for num, (name, shape, axis) in enumerate(itertools.product(names, shapes, (0, 1))):
+    for num, (name, shape, axis, dtype, kind) in enumerate(counted_tensors(device)):
         if num % num_parts != part:
             continue
-        kind, dtype = ("wide", "bits", "normal", "subnormal")[num % 4], DTYPES[num % 3]
         x = random_tensor(shape, dtype, kind, torch.Generator().manual_seed(num))
         choices = make_choices(QUANT_TYPES[name], x, axis)
         encode = encode_of(x, choices)
-        out = torch.full(shape, 777.0, dtype=dtype, device=device)
         found_encode = None if encode is None else encode.to(device)
-        stats = triton_launch.run_with_stats(
-            x.to(device), out, choices, found_encode, with_tensor_scale=True, histograms=True
-        )
-        assert num_different(out, reference(x, choices, encode)) == 0
-        again = triton_launch.run_with_stats(
-            x.to(device), out, choices, found_encode, with_tensor_scale=True, histograms=False
-        )
-        found, second = stats.to_dict(), again.to_dict()
-        for key, value in reference_stats(x, choices, encode).items():
-            where = f"{key} of {name} {shape} axis {axis} {dtype} {kind}: {found[key]} instead of {value}"
-            if isinstance(value, float):
-                assert abs(found[key] - value) <= 1e-6 * value, where
-                assert found[key] == second[key], f"{where} (and {second[key]} the second time)"
-            else:
-                assert found[key] == value, where
+        expected, first = reference_stats(x, choices, encode), None
+        for histograms in (True, False, True) if device == "cuda" else (True, False):
+            out = torch.full(shape, 777.0, dtype=dtype, device=device)
+            found = triton_launch.run_with_stats(
+                x.to(device), out, choices, found_encode, with_tensor_scale=True, histograms=histograms
+            ).to_dict()
+            assert num_different(out, reference(x, choices, encode)) == 0
+            if first is not None and histograms:
+                assert found == first, (
+                    f"{name} {shape} axis {axis} {dtype} {kind}: {found} the second time, not {first}"
+                )
+            first = first or found
+            for key, value in expected.items():
+                if found[key] is None and not histograms:
+                    continue
+                is_right = abs(found[key] - value) <= 1e-6 * value if isinstance(value, float) else found[key] == value
+                assert is_right, f"{key} of {name} {shape} axis {axis} {dtype} {kind}: {found[key]} instead of {value}"
         done += 1
     return f"{done} tensors counted"
 
@@ -424,6 +441,10 @@ def compare_calls(x: Tensor, name: str, device: str) -> None:
     quantizers = [Quantizer.create(name, axis=axis) for axis in (1, 0)]
     for y, quantizer in zip(apply_both(x.to(device), *quantizers), quantizers, strict=True):
         assert_same(y, quantizer.apply(x), name)
+    spoiled = x.clone()
+    spoiled[3, 5], spoiled[40, 7], spoiled[41, 8], spoiled[50:60] = float("nan"), float("inf"), -float("inf"), 1e30
+    for quantizer in quantizers:
+        assert int(quantizer.num_saturated(spoiled.to(device))) == int(quantizer.num_saturated(spoiled)), name
     y, stats = quantizers[0].apply_with_stats(x.to(device), histograms=True)
     expected, expected_stats = quantizers[0].apply_with_stats(x, histograms=True)
     assert_same(y, expected, name)
@@ -443,6 +464,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patterns", type=int, default=10_000_000)
     parser.add_argument("--processes", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="that compile kernels")
+    parser.add_argument("--only", action="append", help="the name of a check, as it is printed; may be repeated")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     num_failed = 0
@@ -454,6 +476,8 @@ def main() -> int:
         ("statistics", lambda: in_parts(check_stats, arguments.processes)),
         ("random bits", lambda: check_patterns("cuda", arguments.patterns)),
     ):
+        if arguments.only and name not in arguments.only:
+            continue
         started = time.monotonic()
         try:
             print(f"ok      {name}: {check()}, {time.monotonic() - started:.1f} s", flush=True)

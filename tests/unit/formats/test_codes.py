@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from format_inputs import normal, seed_for
 
 from qcollect.formats.catalog import E2M1, QUANT_TYPES, S1P2
 from qcollect.formats.checks import DTYPES
@@ -18,14 +19,6 @@ CODE_DTYPES = {
     "fp16": torch.float16,
 }
 SCALE_DTYPES = {"nvfp4": torch.float8_e4m3fn, "hif4": torch.uint8}
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def seed_for(rounding: str) -> dict[str, int]:
-    return {"seed": 1} if rounding == "stochastic" else {}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from format_inputs import normal, seed_for
 
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.hadamard import rotate
@@ -10,14 +11,6 @@ from qcollect.formats.random import random_signs
 from qcollect.formats.records import HADAMARD_SIZES
 
 ROTATED = tuple(name for name, entry in QUANT_TYPES.items() if entry.element)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def seed_for(rounding: str) -> dict[str, int]:
-    return {"seed": 1} if rounding == "stochastic" else {}
 
 
 def matrix(size: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from format_inputs import normal
 
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.checks import DTYPES
@@ -10,10 +11,6 @@ from qcollect.formats.quantizer import Quantizer, count_saturated, fake_quantize
 ALL_TYPES = tuple(QUANT_TYPES)
 MX_TYPES = ("mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
 BLOCK_TYPES = tuple(name for name, entry in QUANT_TYPES.items() if entry.block_size)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_blocks_do_not_straddle_rows() -> None:

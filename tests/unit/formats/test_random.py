@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from format_inputs import normal
 
 from qcollect.formats.catalog import E4M3, QUANT_TYPES
 from qcollect.formats.checks import DTYPES
@@ -24,10 +25,6 @@ def unit_scale(quant_type: str) -> dict[str, float]:
         return {}
     assert entry.tensor_scale is not None and entry.tensor_scale.bound is not None
     return {"amax": entry.tensor_scale.bound}
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 # --- the generator ------------------------------------------------------------------------------

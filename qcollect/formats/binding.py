@@ -1,0 +1,140 @@
+"""One tensor and all that its values follow from, and what is made of that: values, codes, counts.
+
+``backends`` chooses the way each is computed; what it has none for goes step by step (``eager``).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qcollect.errors import FormatError
+from qcollect.formats import backends
+from qcollect.formats.eager import Choices, Scaled, limit_values, restore_values, round_values, scale_values
+from qcollect.formats.error_stats import ErrorStats, measure
+from qcollect.formats.quantized import Quantized, make_codes, scale_codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """A quantizer's choices bound to one tensor; ``Quantizer.bind`` makes it. Nothing here waits for the device.
+
+    Args:
+        x: as it was given, without grad.
+        source: what is quantized: ``x`` itself, or its Hadamard transform.
+        choices: for this tensor, with the seed.
+        encode: 0-dim float32, what the whole tensor is multiplied with; None: nothing.
+    """
+
+    x: Tensor
+    source: Tensor
+    choices: Choices
+    encode: Tensor | None
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether there is nothing to quantize: the type does nothing, or the tensor is empty."""
+        return self.choices.quant_type.element is None or self.x.numel() == 0
+
+    def values(self, out: Tensor | None = None) -> Tensor:
+        """``x`` quantized and dequantized, see ``fake_quantize``."""
+        return self._values(out, with_tensor_scale=True)
+
+    def operand(self) -> Tensor:
+        """``values`` without a tensor's scale that belongs to the type, see ``Quantizer.operand``."""
+        return self._values(None, with_tensor_scale=not self.choices.quant_type.has_tensor_scale)
+
+    def codes(self) -> Quantized:
+        """``x`` as codes and scales, see ``quantize``."""
+        if self.choices.quant_type.element is None:
+            raise FormatError(
+                f"{self.choices.quant_type.name} quantizes nothing: it has no codes; choose another type."
+            )
+        if self.x.numel() == 0:
+            raise FormatError(f"a tensor of shape {tuple(self.x.shape)} has nothing to make codes of.")
+        scaled = self._rounded()
+        limit_values(scaled, self.choices)
+        return make_codes(scaled, self.choices, self.x.shape, self.x.dtype)
+
+    def num_saturated(self) -> Tensor:
+        """How many elements a saturating quantization clamps, 0-dim int64, see ``count_saturated``."""
+        element = self.choices.quant_type.element
+        if element is None or self.is_trivial:
+            return torch.zeros((), dtype=torch.int64, device=self.x.device)
+        found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=False)
+        if found is not None:
+            return found[1].num_clamped
+        return (self._rounded().blocks.values.abs_() > element.max_value).sum()
+
+    def with_stats(self, out: Tensor | None = None, *, histograms: bool) -> tuple[Tensor, ErrorStats]:
+        """``values`` and what was done to ``source``, see ``Quantizer.apply_with_stats``."""
+        entry, x = self.choices.quant_type, self.x
+        if entry.element is None or self.is_trivial:
+            what = "quantizes nothing" if entry.element is None else f"got a tensor of shape {tuple(x.shape)}"
+            raise FormatError(f"{entry.name} {what}: there is no error to measure.")
+        found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=histograms)
+        if found is not None:
+            values = found[0].view(x.shape)
+            return (values.to(x.dtype) if out is None else out.copy_(values)), found[1]
+        scaled = self._rounded()
+        clamped = scaled.blocks.view.abs() > entry.element.max_value
+        clamped_blocks = clamped.any(dim=scaled.blocks.dims) if scaled.blocks.dims else clamped.any()
+        values = self._finished(scaled, out, with_tensor_scale=True)
+        codes = scale_codes(scaled, self.choices)
+        return values, measure(self.source, values, clamped, clamped_blocks, scale_codes=codes, histograms=histograms)
+
+    def _values(self, out: Tensor | None, *, with_tensor_scale: bool) -> Tensor:
+        x, source = self.x, self.source
+        if self.is_trivial:
+            copy = x.clone(memory_format=torch.contiguous_format)
+            return copy if out is None else out.copy_(copy)
+        source = source.reshape(1) if source.dim() == 0 else source
+        run = backends.find_run(source, self.choices, self.encode)
+        if run is None:
+            return self._finished(self._rounded(), out, with_tensor_scale=with_tensor_scale)
+        is_own = out is not None and out.dtype == source.dtype and out.is_contiguous() and not _overlaps(out, x)
+        values = torch.empty(source.shape, dtype=source.dtype, device=x.device) if out is None or not is_own else out
+        run(source, values, self.choices, self.encode, with_tensor_scale=with_tensor_scale)
+        if out is None:
+            return values.view(x.shape).to(x.dtype)
+        return out if is_own else out.copy_(values.view(x.shape))
+
+    def _rounded(self) -> Scaled:
+        scaled = scale_values(self.source, self.choices, self.encode)
+        round_values(scaled, self.source, self.choices)
+        return scaled
+
+    def _finished(self, scaled: Scaled, out: Tensor | None, *, with_tensor_scale: bool) -> Tensor:
+        """What was rounded, limited and multiplied with its scales again, in the dtype of ``x``."""
+        x = self.x
+        limit_values(scaled, self.choices)
+        restore_values(scaled, with_tensor_scale=with_tensor_scale)
+        values = scaled.blocks.cut(x.shape)
+        if out is not None:
+            return out.copy_(values)
+        # What is handed out has a storage of its own size, hence the copy of a cut one.
+        is_cut = scaled.blocks.values.numel() > x.numel()
+        return values.to(x.dtype, copy=is_cut, memory_format=torch.contiguous_format).view(x.shape)
+
+
+def values_of_both(last: Binding, first: Binding, *, with_tensor_scale: bool = True) -> tuple[Tensor, Tensor]:
+    """``values`` of two bindings of one tensor, along axis 1 and along axis 0, read once where it can be.
+
+    Args:
+        with_tensor_scale: False leaves out scales that belong to the types (``Binding.operand``).
+    """
+    pair = (last, first)
+    scaled = [with_tensor_scale or not b.choices.quant_type.has_tensor_scale for b in pair]
+    if scaled[0] == scaled[1] and all(b.source is b.x and not b.is_trivial for b in pair):
+        encodes = (last.encode, first.encode)
+        found = backends.run_both(last.x, last.choices, first.choices, encodes, with_tensor_scale=scaled[0])
+        if found is not None:
+            return found
+    return (last.values(), first.values()) if with_tensor_scale else (last.operand(), first.operand())
+
+
+def _overlaps(out: Tensor, x: Tensor) -> bool:
+    """Whether the two share memory otherwise than by being the same."""
+    if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        return False
+    return (out.data_ptr(), out.shape, out.stride()) != (x.data_ptr(), x.shape, x.stride())

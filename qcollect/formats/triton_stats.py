@@ -1,0 +1,488 @@
+# mypy: ignore-errors
+# ruff: noqa: N803, N806 (what a kernel is compiled with is spelled in capitals)
+"""Quantization and its error statistics in one pass, as Triton kernels.
+
+Sums over elements are kept by every thread for itself: a tile is folded to one number a thread, from those that the
+thread holds. Squares are summed in float32 inside a tile and in float64 from tile to tile, in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from qcollect.formats.triton_short import (
+    block_maxima,
+    can_be_short,
+    limit_short,
+    magnitudes_of,
+    round_short,
+    short_scales,
+    signed_short,
+)
+from qcollect.formats.triton_steps import (
+    EXPONENT_MASK,
+    INF_BITS,
+    INVERSE_STEPS,
+    MAGNITUDE_MASK,
+    MANTISSA_WIDTH,
+    ONE_STEP,
+    find_places,
+    find_scales,
+    load,
+    over_blocks,
+    quantize_tile,
+    scale_codes,
+    store,
+    values_of,
+    words_of,
+)
+from qcollect.formats.triton_words import (
+    as_bits,
+    as_float,
+    high,
+    is_greater,
+    largest,
+    low,
+    one_shifted,
+    subtract,
+    total,
+    word_of,
+)
+
+_NUM_BINS = tl.constexpr(256)
+_WINDOW = tl.constexpr(16)  # exponents that a thread counts
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "row_blocks", "num_bands", "num_tiles"])
+def quantize_stats_kernel(
+    x_ptr,
+    out_ptr,
+    encode_ptr,
+    shares_ptr,
+    bins_ptr,
+    seed_low,
+    seed_high,
+    num_rows,
+    num_columns,
+    row_blocks,
+    column_blocks,
+    num_bands,
+    num_tiles,
+    RULE: tl.constexpr,
+    TILE: tl.constexpr,
+    HISTOGRAMS: tl.constexpr,
+):
+    """Every so many tiles a program: values quantized and dequantized, and the program's share of the statistics.
+
+    What is summed neither overflows, nor does anything underflow that is not below the last bit: far from 1, squares
+    are taken in units of a block's own largest power of two.
+
+    Args:
+        shares_ptr: (2, programs) float64: sums of squares, of squared errors; then (6, programs) of four bytes: the
+            largest error in float32, and as int32 the zeroed, clamped, clamped blocks, NaN, Inf.
+        bins_ptr: (2, 256) int64, added to: exponents of elements, codes of scales.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    tensor_encode = 1.0
+    if RULE.has_encode:
+        tensor_encode = tl.load(encode_ptr)
+    PAIRS: tl.constexpr = TILE.is_paired
+    LANES: tl.constexpr = TILE.fold_lanes
+    BLOCKS: tl.constexpr = TILE.num_blocks
+    squares = tl.zeros((LANES,), tl.float64)
+    squared_errors = tl.zeros((LANES,), tl.float64)
+    max_error = tl.zeros((LANES,), tl.float32)
+    # counts of single elements, exact as far as 2^24
+    zeroed = tl.zeros((LANES,), tl.float32)
+    clamped = tl.zeros((LANES,), tl.float32)
+    clamped_blocks = tl.zeros((1, BLOCKS, 1), tl.int32)
+    nans = tl.zeros((), tl.int32)
+    infs = tl.zeros((), tl.int32)
+    top = 0
+    top_code = 0
+    if HISTOGRAMS:
+        places, exists = find_places(program, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
+        words = load(x_ptr, places, exists, TILE)
+        maxima = block_maxima(magnitudes_of(words, PAIRS), TILE.padded_rows, TILE.padded_width, PAIRS)
+        top = _top_exponent(maxima, PAIRS)
+        if RULE.has_blocks:
+            top_code = tl.max(_codes(_first_of(maxima, PAIRS), tensor_encode, RULE)) + 1
+    n0 = tl.zeros((LANES,), tl.int32)
+    n1 = tl.zeros((LANES,), tl.int32)
+    n2 = tl.zeros((LANES,), tl.int32)
+    n3 = tl.zeros((LANES,), tl.int32)
+    n4 = tl.zeros((LANES,), tl.int32)
+    n5 = tl.zeros((LANES,), tl.int32)
+    n6 = tl.zeros((LANES,), tl.int32)
+    n7 = tl.zeros((LANES,), tl.int32)
+    c0 = tl.zeros((1, BLOCKS, 1), tl.int32)
+    c1 = tl.zeros((1, BLOCKS, 1), tl.int32)
+    # bits of the program's tiles that do not go the short way: those are done after the others, so that what
+    # they need is not held all the time
+    rest = tl.full((), -1, tl.int32)
+    if RULE.can_be_short and out_ptr.dtype.element_ty != tl.float16:
+        rest = tl.zeros((), tl.int32)
+        bit = tl.full((), 1, tl.int32)
+        places, exists = find_places(program, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
+        following = load(x_ptr, places, exists, TILE)
+        for tile in range(program, num_tiles, num_programs):
+            words = following
+            places, exists = find_places(
+                tl.minimum(tile + num_programs, num_tiles - 1),
+                num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE,
+            )  # fmt: skip
+            following = load(x_ptr, places, exists, TILE)
+            places, exists = find_places(tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
+            magnitudes = magnitudes_of(words, PAIRS)
+            maxima = block_maxima(magnitudes, TILE.padded_rows, TILE.padded_width, PAIRS)
+            if can_be_short(maxima, RULE, PAIRS):
+                scales = maxima
+                if RULE.has_blocks:
+                    scales = short_scales(maxima, RULE, PAIRS)
+                rounded = round_short(magnitudes, scales, RULE, PAIRS)
+                if RULE.has_blocks:
+                    limited, limit = limit_short(rounded, scales, RULE, PAIRS)
+                    clamped += _folded_count(is_greater(rounded, limit, PAIRS), TILE)
+                    beyond = is_greater(round_short(maxima, scales, RULE, PAIRS), limit, PAIRS)
+                    clamped_blocks += _count_blocks(beyond, TILE)
+                    rounded = limited
+                store(out_ptr, places, exists, signed_short(rounded, words, RULE, PAIRS), TILE)
+                error = magnitudes_of(subtract(rounded, magnitudes, PAIRS), PAIRS)
+                squares += _folded_squares(magnitudes, TILE)
+                squared_errors += _folded_squares(error, TILE)
+                max_error = tl.maximum(max_error, _folded_maximum(error, TILE))
+                # only what becomes zero is further from its result than that is from zero
+                zeroed += _folded_count(is_greater(error, rounded, PAIRS), TILE)
+                if HISTOGRAMS:
+                    n0, n1, n2, n3, n4, n5, n6, n7 = _count_exponents(
+                        bins_ptr, magnitudes, maxima, exists, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
+                    )
+                    if RULE.has_blocks:
+                        in_tensor = _blocks_in_tensor(exists, TILE)
+                        codes = _short_codes(_first_of(scales, PAIRS), _first_of(maxima, PAIRS), RULE)
+                        c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+                        if PAIRS and TILE.padded_width == 1:
+                            codes = _short_codes(as_bits(high(scales)), as_bits(high(maxima)), RULE)
+                            c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+            else:
+                rest |= bit
+            bit <<= 1
+    if rest != 0:
+        for tile in range(program, num_tiles, num_programs):
+            if (rest & 1) != 0:
+                places, exists = find_places(tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
+                words = load(x_ptr, places, exists, TILE)
+                x = values_of(words, TILE)
+                x_bits = as_bits(x) & MAGNITUDE_MASK
+                amax = over_blocks(x_bits, TILE.padded_rows, TILE.padded_width)
+                y, is_limited, scale = quantize_tile(x, amax, places, tensor_encode, seed_low, seed_high, RULE)
+                y_words = words_of(y, x_ptr.dtype.element_ty, TILE)
+                store(out_ptr, places, exists, y_words, TILE)
+                y = values_of(y_words, TILE)
+                if RULE.has_blocks:
+                    is_limited = is_limited & (scale == scale)
+                y_error = y - x
+                is_finite = (as_bits(y_error) & MAGNITUDE_MASK) < INF_BITS  # of finite numbers it is, and of none else
+                y_error = tl.where(is_finite, tl.abs(y_error), 0.0)
+                squares += _folded_scaled_squares(tl.where(is_finite, x, 0.0), TILE)
+                squared_errors += _folded_scaled_squares(y_error, TILE)
+                max_error = tl.maximum(max_error, _folded_max(y_error, TILE))
+                nans += tl.sum((x_bits > INF_BITS).to(tl.int32))
+                infs += tl.sum((x_bits == INF_BITS).to(tl.int32))
+                zeroed += _folded_sum(tl.where((x != 0.0) & (y == 0.0), 1.0, 0.0), TILE)
+                clamped += _folded_sum(tl.where(is_limited, 1.0, 0.0), TILE)
+                if RULE.has_blocks:
+                    y_beyond = over_blocks(is_limited.to(tl.int32), TILE.padded_rows, TILE.padded_width)
+                    if PAIRS and TILE.padded_width == 1:
+                        y_beyond = tl.sum(tl.reshape(y_beyond, (1, BLOCKS, 2)), axis=2, keep_dims=True)
+                    clamped_blocks += y_beyond
+                if HISTOGRAMS:
+                    magnitudes = magnitudes_of(words, PAIRS)
+                    maxima = block_maxima(magnitudes, TILE.padded_rows, TILE.padded_width, PAIRS)
+                    n0, n1, n2, n3, n4, n5, n6, n7 = _count_exponents(
+                        bins_ptr, magnitudes, maxima, exists, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
+                    )
+                    if RULE.has_blocks:
+                        in_tensor = _blocks_in_tensor(exists, TILE)
+                        codes = _codes(_first_of(maxima, PAIRS), tensor_encode, RULE)
+                        c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+                        if PAIRS and TILE.padded_width == 1:
+                            codes = _codes(as_bits(high(maxima)), tensor_encode, RULE)
+                            c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+            rest >>= 1
+    tl.store(shares_ptr + program, tl.sum(squares))
+    tl.store(shares_ptr + num_programs + program, tl.sum(squared_errors))
+    tl.store(_max_errors(shares_ptr, num_programs) + program, tl.max(max_error))
+    counts_ptr = _counts(shares_ptr, num_programs) + program
+    num_clamped = tl.sum(clamped.to(tl.int32))
+    tl.store(counts_ptr, tl.sum(zeroed.to(tl.int32)))
+    tl.store(counts_ptr + num_programs, num_clamped)
+    if RULE.has_blocks:
+        tl.store(counts_ptr + 2 * num_programs, tl.sum(clamped_blocks))
+    else:
+        tl.store(counts_ptr + 2 * num_programs, num_clamped)
+    tl.store(counts_ptr + 3 * num_programs, nans)
+    tl.store(counts_ptr + 4 * num_programs, infs)
+    if HISTOGRAMS:
+        # of eight exponents, every fourth in a word's two halves
+        _add_counts(bins_ptr, top, n0, 2, 4)
+        _add_counts(bins_ptr, top - 2, n1, 2, 4)
+        _add_counts(bins_ptr, top - 1, n2, 2, 4)
+        _add_counts(bins_ptr, top - 3, n3, 2, 4)
+        _add_counts(bins_ptr, top - 8, n4, 2, 4)
+        _add_counts(bins_ptr, top - 10, n5, 2, 4)
+        _add_counts(bins_ptr, top - 9, n6, 2, 4)
+        _add_counts(bins_ptr, top - 11, n7, 2, 4)
+        if RULE.has_blocks:
+            _add_counts(bins_ptr + _NUM_BINS, top_code, c0, 4, 1)
+            _add_counts(bins_ptr + _NUM_BINS, top_code - 4, c1, 4, 1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Sums
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _fold(values, TILE: tl.constexpr):
+    """A tile as its threads hold it: (repeats, lanes, side by side)."""
+    EACH: tl.constexpr = values.numel // (TILE.fold_repeats * TILE.fold_lanes)
+    return tl.reshape(values, (TILE.fold_repeats, TILE.fold_lanes, EACH))
+
+
+@triton.jit
+def _folded_sum(values, TILE: tl.constexpr):
+    return tl.sum(tl.sum(_fold(values, TILE), axis=2), axis=0)
+
+
+@triton.jit
+def _folded_max(values, TILE: tl.constexpr):
+    return tl.max(tl.max(_fold(values, TILE), axis=2), axis=0)
+
+
+@triton.jit
+def _folded_squares(words, TILE: tl.constexpr):
+    """Float64."""
+    if TILE.is_paired:
+        squares = tl.fma(high(words), high(words), low(words) * low(words))
+    else:
+        squares = as_float(words) * as_float(words)
+    return _folded_sum(squares, TILE).to(tl.float64)
+
+
+@triton.jit
+def _folded_scaled_squares(values, TILE: tl.constexpr):
+    """Float64, of whatever finite values."""
+    unit = tl.max(as_bits(values) & EXPONENT_MASK)
+    unit = tl.minimum(tl.maximum(unit, ONE_STEP), INVERSE_STEPS - ONE_STEP)
+    values = values * as_float(-unit + INVERSE_STEPS)
+    weight = as_float(unit).to(tl.float64)
+    return _folded_sum(values * values, TILE).to(tl.float64) * (weight * weight)
+
+
+@triton.jit
+def _folded_count(ones, TILE: tl.constexpr):
+    """How many words, or numbers of pairs, are 1.0 and not 0.0; float32."""
+    counts = total(total(_fold(ones, TILE), 2, TILE.is_paired), 0, TILE.is_paired)
+    if TILE.is_paired:
+        count = low(counts) + high(counts)
+    else:
+        count = as_float(counts)
+    return count
+
+
+@triton.jit
+def _folded_larger(words, TILE: tl.constexpr):
+    """The largest magnitudes, as words."""
+    return largest(largest(_fold(words, TILE), 2, TILE.is_paired, False), 0, TILE.is_paired, False)
+
+
+@triton.jit
+def _folded_maximum(words, TILE: tl.constexpr):
+    """The largest magnitudes, float32."""
+    return as_float(_largest_of(_folded_larger(words, TILE), TILE.is_paired))
+
+
+@triton.jit
+def _largest_of(words, PAIRS: tl.constexpr):
+    """Magnitudes as float32 bits, of pairs the larger."""
+    if PAIRS:
+        words = tl.maximum(words << 16, words & -0x10000)
+    return words
+
+
+@triton.jit
+def _first_of(words, PAIRS: tl.constexpr):
+    if PAIRS:
+        words = words << 16
+    return words
+
+
+@triton.jit
+def _count_blocks(ones, TILE: tl.constexpr):
+    if not TILE.is_paired:
+        count = (as_float(ones) > 0.0).to(tl.int32)
+    elif TILE.padded_width > 1:
+        count = (low(ones) > 0.0).to(tl.int32)
+    else:
+        count = (low(ones) > 0.0).to(tl.int32) + (high(ones) > 0.0).to(tl.int32)
+    return count
+
+
+# ---------------------------------------------------------------------------------------------
+# Histograms
+#
+# A thread counts the sixteen exponents from ``top`` downwards: in four bits while elements side by side are added, in
+# eight between repeats, in sixteen from tile to tile. Scale codes have a window of eight, in eight bits each. Whatever
+# is outside is added to the bins in memory one by one.
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _top_exponent(maxima, PAIRS: tl.constexpr):
+    """Where the window begins: above 15, so that zeros, which also fill a tile up, are outside."""
+    highest = tl.max(_largest_of(maxima, PAIRS)) >> MANTISSA_WIDTH
+    return tl.minimum(tl.maximum(highest + 1, 16), 254)
+
+
+@triton.jit
+def _count_exponents(bins_ptr, magnitudes, maxima, exists, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE: tl.constexpr):
+    """A tile's elements added to the window's counts."""
+    PAIRS: tl.constexpr = TILE.is_paired
+    is_below = tl.max(_largest_of(maxima, PAIRS)) >> MANTISSA_WIDTH <= top
+    bound = 255
+    if is_below:
+        top_word = top << MANTISSA_WIDTH
+        if PAIRS:
+            top_word = top_word | (top_word >> 16)
+        steps = top_word - (magnitudes & word_of(EXPONENT_MASK, PAIRS))
+        even, odd = _window(steps, 0, TILE)
+        n0 += even & 0x00FF00FF
+        n1 += (even >> 8) & 0x00FF00FF
+        n2 += odd & 0x00FF00FF
+        n3 += (odd >> 8) & 0x00FF00FF
+        even, odd = _window(steps, 32, TILE)
+        n4 += even & 0x00FF00FF
+        n5 += (even >> 8) & 0x00FF00FF
+        n6 += odd & 0x00FF00FF
+        n7 += (odd >> 8) & 0x00FF00FF
+        furthest = tl.max(_largest_of(_folded_larger(steps, TILE), PAIRS))
+        bound = tl.where(furthest < (_WINDOW << MANTISSA_WIDTH), -1, top - _WINDOW)
+    if bound >= 0:
+        if PAIRS:
+            _count_outside(bins_ptr, as_bits(low(magnitudes)), exists, bound)
+            _count_outside(bins_ptr, as_bits(high(magnitudes)), exists, bound)
+        else:
+            _count_outside(bins_ptr, magnitudes, exists, bound)
+    return n0, n1, n2, n3, n4, n5, n6, n7
+
+
+@triton.jit
+def _window(steps, START: tl.constexpr, TILE: tl.constexpr):
+    """Eight counts of four bits, those with even and those with odd numbers apart; in eight bits each."""
+    if TILE.is_paired:
+        words = one_shifted(((steps & 0xFFFF) >> 5) - START) + one_shifted((steps >> 21) - START)
+    else:
+        words = one_shifted((steps >> 21) - START)
+    words = tl.sum(_fold(words, TILE), axis=2)
+    even = tl.sum(words & 0x0F0F0F0F, axis=0)
+    odd = tl.sum((words >> 4) & 0x0F0F0F0F, axis=0)
+    return even, odd
+
+
+@triton.jit
+def _count_outside(bins_ptr, magnitudes, exists, bound):
+    """Adds elements with exponents up to ``bound`` to the bins."""
+    exponents = magnitudes >> MANTISSA_WIDTH
+    is_counted = exists & (exponents <= bound)
+    # zeros are many
+    zeros = tl.sum((is_counted & (exponents == 0)).to(tl.int32)).to(tl.int64)
+    tl.atomic_add(bins_ptr, zeros, mask=zeros > 0, sem="relaxed")
+    one = tl.full(exponents.shape, 1, tl.int64)
+    tl.atomic_add(bins_ptr + exponents, one, mask=is_counted & (exponents > 0), sem="relaxed")
+
+
+@triton.jit
+def _codes(amax, tensor_encode, RULE: tl.constexpr):
+    _, _, scale = find_scales(amax, tensor_encode, RULE)
+    return scale_codes(scale, RULE)
+
+
+@triton.jit
+def _blocks_in_tensor(exists, TILE: tl.constexpr):
+    if TILE.is_full:
+        in_tensor = tl.full((1, TILE.num_blocks, 1), 1, tl.int1)
+    else:
+        in_tensor = over_blocks(exists.to(tl.int32), TILE.padded_rows, TILE.padded_width) > 0
+    return in_tensor
+
+
+@triton.jit
+def _short_codes(scales, maxima, RULE: tl.constexpr):
+    """Of the short way's scales; those of all-zero blocks are the lowest there are."""
+    return tl.where(maxima == 0, 0, (scales >> RULE.code_shift) - RULE.code_offset)
+
+
+@triton.jit
+def _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1):
+    """Blocks' scale codes added to the window's counts."""
+    steps = tl.where(in_tensor, (top_code - codes) * 8, -1)
+    c0 += one_shifted(steps)
+    c1 += one_shifted(steps - 32)
+    is_outside = in_tensor & ((steps < 0) | (steps >= 64))
+    if tl.max(is_outside.to(tl.int32)) > 0:
+        one = tl.full(codes.shape, 1, tl.int64)
+        tl.atomic_add(bins_ptr + _NUM_BINS + codes, one, mask=is_outside, sem="relaxed")
+    return c0, c1
+
+
+@triton.jit
+def _add_counts(bins_ptr, number, words, FIELDS: tl.constexpr, STEP: tl.constexpr):
+    """Adds the counts in the fields of words: of ``number``, then of those ``STEP`` further down."""
+    BITS: tl.constexpr = 32 // FIELDS
+    for i in tl.static_range(FIELDS):
+        count = tl.sum((words >> (BITS * i)) & ((1 << BITS) - 1)).to(tl.int64)
+        tl.atomic_add(bins_ptr + number - STEP * i, count, mask=count > 0, sem="relaxed")
+
+
+# ---------------------------------------------------------------------------------------------
+# Shares
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _max_errors(shares_ptr, num_shares):
+    return (shares_ptr + 2 * num_shares).to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
+def _counts(shares_ptr, num_shares):
+    return (shares_ptr + 2 * num_shares).to(tl.pointer_type(tl.int32), bitcast=True) + num_shares
+
+
+@triton.jit
+def finish_stats_kernel(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    """One statistic a program: the shares put together in a fixed order.
+
+    Args:
+        totals_ptr: (8,) float64, two sums, the maximum, five counts.
+    """
+    statistic = tl.program_id(0)
+    total = tl.zeros((SIZE,), tl.float64)
+    for start in range(0, num_shares, SIZE):
+        index = start + tl.arange(0, SIZE)
+        exists = index < num_shares
+        if statistic < 2:
+            total += tl.load(shares_ptr + statistic * num_shares + index, mask=exists, other=0.0)
+        elif statistic == 2:
+            share = tl.load(_max_errors(shares_ptr, num_shares) + index, mask=exists, other=0.0)
+            total = tl.maximum(total, share.to(tl.float64))
+        else:
+            counts_ptr = _counts(shares_ptr, num_shares) + (statistic - 3) * num_shares
+            total += tl.load(counts_ptr + index, mask=exists, other=0).to(tl.float64)
+    if statistic == 2:
+        result = tl.max(total)
+    else:
+        result = tl.sum(total)
+    if statistic == 5 and not HAS_BLOCKS:
+        result = tl.minimum(result, 1.0)
+    tl.store(totals_ptr + statistic, result)

@@ -1,0 +1,90 @@
+"""One use of an operand: what its entry in ``consumers`` says, and what it costs to say it."""
+
+import pytest
+import torch
+from torch import nn
+
+from qcollect.formats.binding import Binding
+from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.formats.quantizer import Quantizer
+from qcollect.store.capture import plain
+from qcollect.vocab import Gemm, LayerType
+from qcollect.worker.policy import Use
+
+TYPES = tuple(name for name, entry in QUANT_TYPES.items() if entry.element is not None)
+
+
+def use_of(x, quant_type, **settings):
+    return Use.of(
+        x,
+        Quantizer.create(quant_type, axis=1, **settings),
+        layer_type=LayerType.LINEAR,
+        tensor_name="input",
+        gemm=Gemm.FPROP,
+        seeds=(0, 0, 0, "fc"),
+    )
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """One entry for each time that elements are counted."""
+    taken = []
+    count = Binding.num_saturated
+
+    def counted(binding):
+        taken.append(tuple(binding.x.shape))
+        return count(binding)
+
+    monkeypatch.setattr(Binding, "num_saturated", counted)
+    return taken
+
+
+@pytest.mark.parametrize("hadamard", [None, 16])
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_describing_a_use_waits_for_no_value(quant_type, hadamard):
+    """On the meta device there is none to be had."""
+    scaled = {"tensor_scale": True, "saturate": True} if QUANT_TYPES[quant_type].takes_tensor_scale else {}
+    use = use_of(torch.empty(26, 64, device="meta"), quant_type, hadamard=hadamard, **scaled)
+    entry = use.describe(use.num_saturated())
+    for name in ("num_saturated", "amax", "scale"):
+        if entry[name] is not None:
+            assert (entry[name].device.type, entry[name].dim()) == ("meta", 0)
+
+
+def test_written_down_an_entry_holds_numbers():
+    x = torch.zeros(1, 32)
+    x[0, :3] = torch.tensor([957.0, 960.0, 43.6966])
+    use = use_of(x, "mxfp8")
+    assert plain(use.describe(use.num_saturated()))["num_saturated"] == 2
+    use = use_of(x, "fp8_e4m3")
+    entry = plain(use.describe(use.num_saturated()))
+    assert (entry["amax"], entry["num_saturated"]) == (960.0, 0)
+    assert entry["scale"] == pytest.approx(960 / 448)
+
+
+@pytest.mark.parametrize(("quant_type", "num"), [("mxfp8", 6), ("hifp8", 3)])
+@pytest.mark.parametrize("values", ["original", "quantized", "both"])
+def test_elements_are_counted_once_for_an_original_and_its_copies(
+    train_plain, read_first, tmp_path, counts, quant_type, num, values
+):
+    """Of a type without blocks once for both gemms, too: they consume the same values."""
+    x = torch.randn(26, 64, requires_grad=True)
+    target = {"original": 6, "quantized": 6 + 3, "both": 6 + 6}[values]
+    train_plain(nn.Sequential(nn.Linear(64, 8, bias=False)), x, quant_type, tmp_path / "run", target, values=values)
+    assert len(counts) == num
+    files = read_first(tmp_path / "run")
+    for (_, name, gemm), content in files.items():
+        if gemm is not None and values == "both":
+            entries = files["0", name, None]["metadata"]["consumers"]
+            assert content["metadata"]["consumers"] == [entry for entry in entries if entry["gemm"] == gemm]
+
+
+def test_a_tensor_changed_in_place_is_another_one():
+    x = torch.ones(2, 32)
+    key = use_of(x, "mxfp8").count_key
+    assert use_of(x, "mxfp8").count_key == key
+    assert use_of(x.view(2, 32), "mxfp8").count_key == key
+    assert use_of(x, "mxfp8", scale_rule="rceil").count_key != key
+    assert use_of(x.clone(), "mxfp8").count_key != key
+    x.mul_(2)
+    assert use_of(x, "mxfp8").count_key != key

@@ -309,8 +309,8 @@ print(compiled.prepare([choices], [torch.float32], cache_dir=Path({str(cache_dir
 
 def test_without_a_compiler_the_reason_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path)
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path)
     assert not is_ready
     assert "compiler" in reason
     assert not list(tmp_path.glob("*.pt2"))

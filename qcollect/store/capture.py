@@ -20,6 +20,7 @@ import xxhash
 from qcollect.errors import CaptureError
 from qcollect.paths import temporary_path
 from qcollect.store.files import rename_new
+from qcollect.store.summary import describe, summarize
 
 METADATA_SCHEMA = 1
 
@@ -143,54 +144,21 @@ def _no_capture(path: Path | str) -> CaptureError:
 
 
 def describe_tensor(tensor: torch.Tensor, source: torch.Tensor | None = None) -> dict[str, Any]:
-    """``tensor_info``: shape, dtype, device and statistics of a tensor.
-
-    Statistics are over finite values, accumulated in float64; ``std`` is the population's. They
-    are None without a finite value (``min_nonzero_abs`` also without a nonzero one). For bool,
-    integer and complex tensors (complex by magnitude) the same holds.
+    """``tensor_info``: shape, dtype, device and statistics of a tensor. Their rules are those of ``summary.describe``.
 
     Args:
         tensor: any shape, dtype and device; values are read here.
         source: the tensor as the network holds it, whose device, ``requires_grad`` and ``is_leaf`` are recorded.
     """
     source = tensor if source is None else source
-    values = (tensor.abs() if tensor.is_complex() else tensor).detach().flatten().to(torch.float64)
-    finite_mask = torch.isfinite(values)
-    num_nan = int(torch.isnan(values).sum())
-    finite = values if bool(finite_mask.all()) else values[finite_mask]
-    return {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype),
-        "device": str(source.device),
-        "requires_grad": bool(source.requires_grad),
-        "is_leaf": bool(source.is_leaf),
-        **_statistics(finite),
-        "num_nan": num_nan,
-        "num_inf": values.numel() - finite.numel() - num_nan,
-        "num_zero": int((finite == 0).sum()),
-    }
-
-
-def _statistics(finite: torch.Tensor) -> dict[str, float | None]:
-    names = ("min", "max", "mean", "std", "abs_max", "rms", "min_nonzero_abs")
-    if finite.numel() == 0:
-        return dict.fromkeys(names)
-    magnitudes = finite.abs()
-    nonzero = magnitudes[magnitudes > 0]
-    mean = finite.mean()
-    numbers = torch.stack(
-        [
-            finite.min(),
-            finite.max(),
-            mean,
-            (finite - mean).square().mean().sqrt(),
-            magnitudes.max(),
-            finite.square().mean().sqrt(),
-            nonzero.min() if nonzero.numel() else torch.full_like(mean, math.nan),
-        ]
-    ).tolist()
-    # an overflow of the square, or a tensor without a nonzero value, has no number to report
-    return {name: value if math.isfinite(value) else None for name, value in zip(names, numbers, strict=True)}
+    return describe(
+        summarize(tensor).cpu(),
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        device=source.device,
+        requires_grad=source.requires_grad,
+        is_leaf=source.is_leaf,
+    )
 
 
 _CONVERSIONS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (

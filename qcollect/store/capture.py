@@ -7,6 +7,7 @@ It appears under its final name whole or not at all.
 
 import math
 import os
+import pickle
 import shutil
 import uuid
 from collections.abc import Callable
@@ -19,10 +20,11 @@ import xxhash
 
 from qcollect.errors import CaptureError
 from qcollect.paths import temporary_path
-from qcollect.store.files import rename_new
+from qcollect.store.files import rename_new, sync_folder
 from qcollect.store.summary import describe, summarize
 
 METADATA_SCHEMA = 1
+_ALIGNMENT = 64  # torch's own: bytes between starts of tensors in a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,9 @@ class _HashingFile:
         self._file.flush()
 
 
-def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], metadata: dict[str, Any]) -> StoredFile:
+def save_capture(
+    path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], metadata: dict[str, Any], *, durable: bool = False
+) -> StoredFile:
     """Write one capture; never replaces an existing file.
 
     Args:
@@ -67,6 +71,7 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         tensor: dense CPU tensor that owns its storage.
         tensor_info: as ``describe_tensor`` gives it.
         metadata: plain values (``plain``).
+        durable: the file and its name are on the disk itself when this returns.
 
     Raises:
         FileExistsError: the name is taken.
@@ -77,8 +82,13 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
     try:
         with temporary.open("xb") as file:
             hashing = _HashingFile(file)
-            torch.save({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, hashing)  # type: ignore[arg-type]
+            _write_archive({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, hashing)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         rename_new(temporary, path)
+        if durable:
+            sync_folder(path.parent)
     except FileExistsError:
         temporary.unlink(missing_ok=True)
         raise
@@ -89,6 +99,23 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         temporary.unlink(missing_ok=True)
         raise
     return StoredFile(path=path, num_bytes=hashing.num_bytes, xxh3_128=hashing.hash.hexdigest())
+
+
+def _write_archive(content: dict[str, Any], file: _HashingFile) -> None:
+    """``torch.save`` without its CRC, which the hash of the file makes superfluous, and costs as much as the writing.
+
+    The switch that torch has for it is the whole process's, and users' own checkpoints keep theirs: hence its
+    writer, and the function behind ``torch.save``, by themselves.
+    """
+    try:
+        writer = torch._C.PyTorchFileWriter(file, False, _ALIGNMENT)  # type: ignore[call-overload]
+        write: Any = torch.serialization._save
+    except (AttributeError, TypeError):  # another torch
+        torch.save(content, file)  # type: ignore[arg-type]
+        return
+    write(content, writer, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    writer.write_end_of_file()
+    file.flush()
 
 
 def write_failure(path: Path, cause: Exception) -> CaptureError:

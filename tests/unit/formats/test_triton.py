@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,25 @@ import torch
 from qcollect.formats import triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.scales import tensor_amax
+from qcollect.formats.triton_constants import TileSize
 
 pytest.importorskip("numpy")
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-if "triton" in sys.modules:
-    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("with a CUDA device, tests/gpu/formats.py runs the kernels themselves", allow_module_level=True)
 
 # Triton looks at the variable when a kernel is defined.
 os.environ["TRITON_INTERPRET"] = "1"
+from triton import language as triton_language
 from triton.runtime import interpreter as triton_interpreter
 
-from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
-from qcollect.formats.triton_constants import TileSize
-
+is_interpreted = isinstance(triton_language.sum, triton_interpreter.InterpretedFunction)
+if is_interpreted:
+    from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
 del os.environ["TRITON_INTERPRET"]
+if not is_interpreted:
+    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
 
 _PATH = Path(__file__).resolve().parents[2] / "gpu" / "formats.py"
 _SPEC = importlib.util.spec_from_file_location("gpu_formats", _PATH)

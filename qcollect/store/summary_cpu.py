@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _CHUNK_SIZE = 32768 - 64  # torch's intra-op parallelism begins at 32768 elements
+_MAX_DOT_SIZE = 1024
 _WORDS_IN_INT64 = 4  # at most
 # of a sum of squares: with a smaller part around the mean, differences from the mean are squared instead
 _MIN_SPREAD = 2.0**-6
@@ -207,9 +208,11 @@ def _moments(chunk: Tensor, low: float, high: float, space: _Space) -> tuple[flo
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    """By way of the norm: a dot product is the library's, which starts threads for far shorter ones."""
+    """By way of the norm: a dot product is the BLAS library's, which starts threads of its own for long ones."""
+    if values.numel() <= _MAX_DOT_SIZE:
+        return torch.dot(values, values).item()
     norm: float = torch.linalg.vector_norm(values).item()
-    return float(norm * norm)
+    return norm * norm
 
 
 def _share_in_steps(chunk: Tensor) -> Share:

@@ -80,7 +80,9 @@ class CaptureEngine:
         self.num_bytes_taken = 0
         self.num_missing = 0
         self.first_missing: str | None = None
-        self._device = device
+        # a thread begins on device 0, wherever its maker was
+        is_here = device.type == "cuda" and device.index is None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_here else device
         num_bytes = _arena_bytes(settings.host_memory_bytes, needed_bytes, num_local_ranks)
         self.arena = HostArena(num_bytes, pin=device.type == "cuda")
         self.stager = Stager(self.arena)
@@ -159,7 +161,7 @@ class CaptureEngine:
     def _use_own_stream(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     def _write(self, job: _Job) -> None:
         try:

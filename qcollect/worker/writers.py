@@ -59,7 +59,12 @@ class WriterPool(Generic[Job]):
             thread.join()
 
     def _run(self) -> None:
-        self._prepare()
+        try:
+            self._prepare()
+        except BaseException as error:
+            self.error = (
+                self.error or error
+            )  # and jobs are taken all the same: who waits for them must not wait for ever
         while True:
             job = self._jobs.get()
             if job is None:

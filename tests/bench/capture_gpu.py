@@ -56,6 +56,7 @@ import qcollect
 from qcollect.recipe.load import load_recipe
 from qcollect.recipe.records import QuantSpec
 from qcollect.vocab import RankInfo
+from qcollect.worker.engine import CaptureEngine, EngineSettings
 from qcollect.worker.model import build_model
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.saver import Observation, Saver
@@ -173,14 +174,16 @@ def quantized_device_bytes(bench: Bench) -> int:
 
 def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, float], list[int]]:
     """Times and memory of one captured iteration, and the sizes of its files, which are removed."""
-    out_dir = bench.folder / name
-    settings |= {"iterations": [NUM_QUIET], "num_iterations": NUM_QUIET + 1}
+    out_dir, target = bench.folder / name, settings["target"]
+    # the next iteration has captures, too: the end of a run waits for all files, an iteration on the way does not
+    iterations = [NUM_QUIET, NUM_QUIET + 1]
+    settings |= {"iterations": iterations, "num_iterations": NUM_QUIET + 2, "target": 2 * target}
     os.sync()  # what was written before is not to be written back meanwhile
     rss_bytes = psutil.Process().memory_info().rss
     reset_peaks(bench)
     with watched_rss() as peak:
         entering_s = time.perf_counter()
-        with bench.collect(bench.model, out_dir, **settings) as run:
+        with bench.collect(bench.model, out_dir, host_memory_gb=bench.arguments.host_memory_gb, **settings) as run:
             enter_s = time.perf_counter() - entering_s
 
             def work() -> None:
@@ -190,9 +193,12 @@ def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, fl
             quiet = [bench.time(work) for _ in range(NUM_QUIET)]
             start_s = time.perf_counter()
             returned_s, done_s = bench.time(work)
-        closed_s = time.perf_counter() - start_s
-    sizes = [path.stat().st_size for path in sorted(out_dir.glob("*.pt"))]
-    assert len(sizes) == settings["target"], f"{len(sizes)} files"
+            while len(files := [path for path in os.listdir(out_dir) if path.endswith(".pt")]) < target:
+                time.sleep(0.001)
+            closed_s = time.perf_counter() - start_s
+            sizes = [(out_dir / file).stat().st_size for file in sorted(files)]
+            work()
+    assert len(sizes) == target, f"{len(sizes)} files"
     shutil.rmtree(out_dir)
     quiet_returned_s, quiet_s = (statistics.median(times) for times in zip(*quiet, strict=True))
     row = {
@@ -381,11 +387,11 @@ def overwrite_in_collect(bench: Bench) -> None:
 def overwrite_in_saver(bench: Bench, way: str) -> None:
     """By the saving call that everything else goes through."""
     out_dir, num = bench.folder / "overwrite", bench.arguments.overwrites
-    saver = Saver(out_dir, run_id="overwrite")
-    # THE PLACE FOR THE SAVING CALL: takes (tensor, observation, counter) and may return before the file is there;
-    # ``close`` returns when all files are.
-    submit: Callable[..., object] = getattr(saver, "submit", saver.save)
-    close: Callable[[], object] = getattr(saver, "close", lambda: None)
+    engine = CaptureEngine(
+        Saver(out_dir, run_id="overwrite"),
+        EngineSettings(host_memory_bytes=8 * SIDE * SIDE * 4),
+        device=torch.device(bench.device),
+    )
     with on_stream(bench, is_side=way == "side stream"):
         x = torch.empty(SIDE, SIDE, device=bench.device)
         for number in range(num):
@@ -393,13 +399,14 @@ def overwrite_in_saver(bench: Bench, way: str) -> None:
                 x = torch.full((SIDE, SIDE), float(number), device=bench.device)
             else:
                 x.fill_(number)
-            submit(x, observe(number), number + 1)
+            engine.submit(x, observe(number), number + 1)
             if way == "freed":
                 del x
                 torch.full((SIDE, SIDE), -1.0, device=bench.device)
             else:
                 x.fill_(-1)
-        close()
+        engine.drain()
+        engine.close()
 
 
 def on_stream(bench: Bench, *, is_side: bool) -> Any:
@@ -514,6 +521,7 @@ def main() -> int:
     parser.add_argument("--recipe", default="llama32_1b_random", help="with random weights")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=3, help="captured iterations, and floors")
+    parser.add_argument("--host-memory-gb", type=float, default=12.0, help="of part capture")
     parser.add_argument("--pairs", type=int, default=200, help="of part idle")
     parser.add_argument("--overwrites", type=int, default=200)
     parser.add_argument("--dir", type=Path, help="a folder of the disk to write to (the system's temporary folder)")

@@ -254,6 +254,16 @@ def test_a_writer_that_fails_keeps_its_error_and_the_others_work_on():
     assert sorted(done) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and str(pool.error) == "three"
 
 
+def test_threads_that_cannot_begin_say_so_and_nobody_waits_for_them_for_ever():
+    def prepare():
+        raise RuntimeError("no device")
+
+    pool = WriterPool(2, lambda job: None, prepare=prepare)
+    pool.submit(1)
+    pool.close()
+    assert str(pool.error) == "no device"
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_captures_nothing_and_waits_for_nothing(make_engine):

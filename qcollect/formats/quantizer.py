@@ -131,8 +131,14 @@ def consumed(x: Tensor, consumer: Mapping[str, Any]) -> Tensor:
 
     Args:
         x: the original, as it was captured.
-        consumer: what the entry says; ``shape`` is that of the operand the gemm saw.
+        consumer: what the entry says; ``shape`` is that of the operand the gemm saw, or of its rows that are stored.
+
+    Raises:
+        FormatError: they do not follow from the rows that are stored (``not_from_rows`` says why).
     """
+    reason = consumer.get("not_from_rows")
+    if reason is not None:
+        raise FormatError(f"what {consumer['gemm']} consumed does not follow from the rows on file: {reason}.")
     return bind_consumer(x.reshape(consumer["shape"]), consumer).values()
 
 

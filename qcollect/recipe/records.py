@@ -151,10 +151,13 @@ class CaptureSpec:
         iterations: optimizer steps, from 0.
         ranks: global ranks.
         samples: global sample indices.
-        tokens: not served by this version; always None.
+        tokens: positions in each sequence, in whole groups of 64; what has no tokens is stored whole.
         values: ``original``, ``quantized`` or ``both``.
         mode: ``tensors``.
         layout: ``flat`` (all files in one folder) or ``by_iteration``.
+        storage: quantized copies as ``values``, or as ``codes`` and scales in the layout of their type.
+        scales: the scales of blocks beside values, original and quantized.
+        compress: ``none``, or ``zstd`` for what is stored as values.
     """
 
     target: int = 50
@@ -167,10 +170,13 @@ class CaptureSpec:
     iterations: IndexSelector | None = None
     ranks: IndexSelector | None = None
     samples: IndexSelector | None = None
-    tokens: None = None
+    tokens: IndexSelector | None = None
     values: str = "original"
     mode: str = "tensors"
     layout: str = "flat"
+    storage: str = "values"
+    scales: bool = False
+    compress: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

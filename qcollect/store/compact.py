@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from qcollect.errors import CaptureError, MissingExtraError
-from qcollect.formats.binding import Binding
 from qcollect.formats.codes import pack_bits, unpack_bits
 from qcollect.formats.quantized import Quantized, ScaleCodes, codes_of_values
 from qcollect.formats.quantizer import bind_consumer, quantizer_of
@@ -25,7 +24,7 @@ Entries = dict[str, Any]  # what stands beside tensor_info and metadata in a fil
 # Level 1 with planes gives more than level 9 without, at five times the speed (bf16 of a trained model).
 _ZSTD_LEVEL = 1
 _NOT_EXACT = "its codes do not give back every value: some product of scale and element is beyond the dtype"
-_NO_SCALES = "the blocks are cut by capture.tokens"
+_NO_SCALES = "the scales of its blocks are not known"
 
 
 def check_compression() -> None:
@@ -81,24 +80,21 @@ def code_entries(
     gemm = str(consumer["gemm"])
     entries: Entries = {"codes": quantized.codes, **untold}
     if scales is not None:
-        entries |= scale_entries({gemm: scales}, {gemm: binding})
+        entries |= scale_entries({gemm: (scales, binding.choices.axis)})
     if quantized.encode is not None:
         entries["encode"] = quantized.encode
     return {**entries, "storage": _describe("codes", values) | {"gemm": gemm}}, None
 
 
-def scale_entries(scales: Mapping[str, ScaleCodes], bindings: Mapping[str, Binding]) -> Entries:
-    """The scales of blocks, by the gemm that consumes them; of nothing, nothing.
+def scale_entries(scales: Mapping[str, tuple[ScaleCodes, int]]) -> Entries:
+    """The scales of blocks, by the gemm that consumes them, each with the axis of its blocks; of nothing, nothing.
 
-    Exponents inside blocks stand beside them, eight to a byte along the axis of the blocks.
+    Exponents inside blocks stand beside them, eight to a byte along that axis.
     """
-    entries: Entries = {"scales": {gemm: codes.scales for gemm, codes in scales.items()}} if scales else {}
-    micro = {
-        gemm: [pack_bits(bits, bindings[gemm].choices.axis) for bits in codes.micro]
-        for gemm, codes in scales.items()
-        if codes.micro
-    }
-    return {**entries, "micro_exponents": micro} if micro else entries
+    entries: Entries = {"scales": {gemm: codes.scales for gemm, (codes, _) in scales.items()}} if scales else {}
+    micro = {gemm: [pack_bits(bits, axis) for bits in codes.micro] for gemm, (codes, axis) in scales.items()}
+    has_micro = any(micro.values())
+    return {**entries, "micro_exponents": micro} if has_micro else entries
 
 
 def holds_tensor(content: Any) -> bool:
@@ -130,7 +126,7 @@ def restore(content: Mapping[str, Any]) -> torch.Tensor:
 
 def stored_part(content: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
     """Of a whole tensor, the rows a file has; all of it where the file does not leave any out."""
-    rows, described = content.get("rows"), content["metadata"].get("rows")
+    rows, described = content.get("rows"), content["metadata"].get("stored_rows")
     return tensor if rows is None or described is None else tensor.index_select(described["axis"], rows)
 
 

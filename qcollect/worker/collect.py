@@ -29,6 +29,7 @@ from qcollect.worker.collector import (
     refuse_compiled,
     seat,
 )
+from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, unwrap
 from qcollect.worker.state import detect_rank
@@ -133,6 +134,7 @@ def collect(
             run_id=uuid.uuid4().hex[:12],
             rank=rank,
             loss_scale=loss_scale,
+            packing=Packing.from_spec(capture),
             by_iteration=capture.layout == "by_iteration",
             enabled=enabled,
         ),
@@ -151,6 +153,7 @@ def settings_of_plan(plan: Plan) -> CollectorSettings:
         run_id=plan.run_id,
         rank=rank,
         loss_scale=plan.recipe.train.loss_scale,
+        packing=Packing.from_spec(plan.recipe.capture),
         by_iteration=plan.recipe.capture.layout == "by_iteration",
         is_planned=True,
         enabled=saving_enabled(),

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +23,7 @@ from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
 from qcollect.plan.stop import StopCause, read_stop, request_stop
 from qcollect.vocab import RankInfo
 from qcollect.worker.frame import Frame, TakenCapture, Wanted, want_key
+from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
@@ -47,6 +48,7 @@ class CollectorSettings:
     run_id: str
     rank: RankInfo
     loss_scale: float = 1.0
+    packing: Packing = field(default_factory=Packing)
     by_iteration: bool = False
     is_planned: bool = False
     enabled: bool = True
@@ -67,7 +69,11 @@ class Collector:
         self.seat = seat(settings.rank)
         self.cuts = settings.schedule.cuts[self.seat] if settings.enabled else ()
         self.saver = Saver(
-            settings.run_dir, run_id=settings.run_id, by_iteration=settings.by_iteration, device=settings.device
+            settings.run_dir,
+            run_id=settings.run_id,
+            by_iteration=settings.by_iteration,
+            device=settings.device,
+            packing=settings.packing,
         )
         self.paths = RunPaths(settings.run_dir.absolute())
         self.share = sum(cut.count for cut in self.cuts)
@@ -177,6 +183,7 @@ class Collector:
             token_hash=_hash(tokens) if wanted and tokens is not None else None,
             wanted=wanted,
             sink=self._save,
+            with_scales=self.settings.packing.needs_scales,
         )
         if self.kept:
             self._drop_kept(frame)
@@ -237,6 +244,7 @@ class Collector:
             token_layout=taken.token_layout,
             loss_scale=self.settings.loss_scale,
             token_hash=frame.token_hash,
+            block_scales=taken.block_scales,
         )
         self.saver.save(taken.tensor, seen, taken.counter)
         self.progress.update(captured=self.num_captured, num_bytes=self.saver.num_bytes)

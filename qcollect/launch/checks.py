@@ -14,7 +14,13 @@ from qcollect.recipe.records import BYTES_TOKENIZER, Recipe
 
 MIN_PYTHON, FIRST_UNTESTED_PYTHON = (3, 11), (3, 14)
 # as in pyproject.toml; a test compares them
-MIN_VERSIONS = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 5), "tokenizers": (0, 22), "zstandard": (0, 23)}
+MIN_VERSIONS = {
+    "torch": (2, 11),
+    "transformers": (5, 17),
+    "safetensors": (0, 5),
+    "tokenizers": (0, 22),
+    "zstandard": (0, 23),
+}
 _INSTALL = {"torch": "pip install --upgrade torch", "zstandard": "pip install 'qcollect[zstd]'"}
 # transformers changes what models are made of with its major versions
 TESTED_TRANSFORMERS_MAJOR = 5

@@ -148,7 +148,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _restore_codes(content: Mapping[str, Any]) -> torch.Tensor:
     storage = content["storage"]
     gemm, dtype, shape = storage["gemm"], _dtype(storage["dtype"]), torch.Size(storage["shape"])
-    consumer = next(c for c in content["metadata"]["consumers"] if c["gemm"] == gemm)
+    consumer = {c["gemm"]: c for c in content["metadata"]["consumers"]}[gemm]
     choices = quantizer_of(consumer, is_quantized=True).choices_for(torch.empty(shape, dtype=dtype, device="meta"))
     packed: Sequence[torch.Tensor] = content.get("micro_exponents", {}).get(gemm, ())
     quantized = Quantized(

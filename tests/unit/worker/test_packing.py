@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import qcollect
 import qcollect.errors
-from qcollect.errors import MissingExtraError, SelectionError
+from qcollect.errors import CaptureError, MissingExtraError, SelectionError
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.quantizer import Quantizer
 from qcollect.store.capture import load, load_capture, plain, save_capture
@@ -203,6 +204,51 @@ def test_codes_load_in_a_clean_process_mapped_too(name, expected, tmp_path):
     assert lines == [f"{expected} codes {storage}"] * 2
 
 
+def test_mxfp8_is_decoded_without_qcollect_as_the_readme_says():
+    values, found = packed_copy(torch.randn(4, 64), CODES, "mxfp8")
+    file = found.entries
+    decoded = file["codes"].float().unflatten(-1, (-1, 32)) * file["scales"]["fprop"].float().unsqueeze(-1)
+    assert is_same(decoded.flatten(-2), values)
+
+
+def test_several_threads_pack_at_once():
+    def work(seed):
+        x = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed))
+        values, found = packed_copy(x, CODES, CODED[seed % len(CODED)])
+        return is_same(restore(content_of(found)), values)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(24)))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"storage": {"form": "codes", "shape": [4, 65], "dtype": "torch.float32", "gemm": "fprop"}},
+        {"storage": {"form": "codes", "shape": [4, 64], "dtype": "torch.save", "gemm": "fprop"}},
+        {"storage": {"form": "codes", "shape": [4, 64], "dtype": "torch.float32", "gemm": "dgrad"}},
+        {"scales": {}},
+        {"metadata": {}},
+    ],
+)
+def test_codes_that_do_not_fit_what_is_said_of_them_are_refused(damage, tmp_path):
+    _, found = packed_copy(torch.randn(4, 64), CODES, "mxfp8")
+    content = {**content_of(found), **damage}
+    metadata = content.pop("metadata")
+    save_capture(tmp_path / "x.pt", content, {}, metadata)
+    with pytest.raises(CaptureError, match=r"x\.pt: (what it stores cannot be made a tensor|it holds a tensor of)"):
+        load(tmp_path / "x.pt")
+
+
+def test_an_abs_max_that_is_not_finite_is_read_back():
+    x = torch.randn(4, 64)
+    x[0, 0] = NAN
+    use = use_of(x, "fp8_e4m3")
+    consumer = plain(use.describe(use.num_saturated()))
+    assert consumer["amax"] == "nan"
+    assert bool(qcollect.consumed(x, consumer).isnan().all())
+
+
 # ---- scales ---------------------------------------------------------------------------------------
 
 
@@ -258,6 +304,22 @@ def test_what_compression_makes_no_smaller_stays_values(tensor):
     pytest.importorskip("zstandard")
     found = pack(tensor, Packing(compress="zstd"))
     assert (found.metadata["storage"], set(found.entries)) == ("values", {"tensor"})
+
+
+def test_damaged_compressed_bytes_are_refused(tmp_path):
+    pytest.importorskip("zstandard")
+    found = pack(torch.zeros(64, 64), Packing(compress="zstd"))
+    for i, (entry, text) in enumerate(
+        [
+            ({"zstd": found.entries["zstd"][:-3].clone()}, "its compressed bytes are damaged"),
+            ({"zstd": torch.zeros(9, dtype=torch.uint8)}, "its compressed bytes are"),
+            ({"zstd": torch.zeros(9)}, "what it stores cannot be made a tensor"),
+            ({"storage": {"form": "zstd", "shape": [64, 65], "dtype": "torch.float32"}}, "are not those of a tensor"),
+        ]
+    ):
+        save_capture(tmp_path / f"{i}.pt", {**found.entries, **entry}, {}, {})
+        with pytest.raises(CaptureError, match=rf"{i}\.pt: .*{text}"):
+            load(tmp_path / f"{i}.pt")
 
 
 def test_high_bytes_together_make_bf16_smaller():

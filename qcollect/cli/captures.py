@@ -229,6 +229,7 @@ def _exact(value: Any) -> str:
 
 def _describe_file(path: Path) -> dict[str, Any]:
     from qcollect.store.capture import plain
+    from qcollect.store.compact import restore
     from qcollect.store.examine import hash_file, load_whole
     from qcollect.store.folder import parse_name
 
@@ -242,7 +243,11 @@ def _describe_file(path: Path) -> dict[str, Any]:
         content = load_whole(path, num_bytes, is_zip)
     except CaptureError as error:
         raise CaptureError(f"{path}: is torn or no capture: {error}; 'qcollect verify' checks its folder") from error
-    metadata, tensor_info, tensor = plain(content["metadata"]), plain(content["tensor_info"]), content["tensor"]
+    metadata, tensor_info = plain(content["metadata"]), plain(content["tensor_info"])
+    try:
+        tensor = restore(content)
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}; 'qcollect verify' checks its folder") from error
     name = parse_name(path.name)
     return {
         "file": str(path),

@@ -12,7 +12,7 @@ from qcollect.errors import FormatError
 from qcollect.formats import backends
 from qcollect.formats.eager import Choices, Scaled, limit_values, restore_values, round_values, scale_values
 from qcollect.formats.error_stats import ErrorStats, measure
-from qcollect.formats.quantized import Quantized, make_codes, scale_codes
+from qcollect.formats.quantized import Quantized, ScaleCodes, block_scale_codes, make_codes, scale_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,12 @@ class Binding:
         scaled = self._rounded()
         limit_values(scaled, self.choices)
         return make_codes(scaled, self.choices, self.x.shape, self.x.dtype)
+
+    def scales(self) -> ScaleCodes | None:
+        """The scales of the blocks of ``x`` (transformed, with a Hadamard transform); None where there are none."""
+        if self.is_trivial or self.choices.block_size is None:
+            return None
+        return block_scale_codes(scale_values(self.source, self.choices, self.encode), self.choices)
 
     def num_saturated(self) -> Tensor:
         """How many elements a saturating quantization clamps, 0-dim int64, see ``count_saturated``."""

@@ -11,12 +11,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qcollect.formats.elements import BIAS, MANTISSA_WIDTH
+from qcollect.formats.elements import BIAS, MANTISSA_WIDTH, limit_, round_to_element_
 from qcollect.formats.records import Element, Encoding, ScaleFormat
 
 _UPPER_HALF = 16
 _NAN_UPPER_HALF = 0x7FC0
 _NUM_UPPER_HALVES = 1 << 16
+# What a table is read for at once: more does not stay in the cache, which halves the speed.
+_CHUNK = 1 << 18
 
 
 def decode_table(element: Element) -> tuple[float, ...]:
@@ -62,7 +64,27 @@ def encode(values: Tensor, element: Element) -> Tensor:
 
 def decode(codes: Tensor, element: Element) -> Tensor:
     """The values ``codes`` (uint8) stand for, float32."""
-    return _tensor(decode_table, element, torch.float32, codes.device)[codes.to(torch.int64)]
+    return _look_up(_tensor(decode_table, element, torch.float32, codes.device), codes, torch.Tensor.int)
+
+
+def encode_nearest(values: Tensor, element: Element, *, saturate: bool) -> Tensor:
+    """Codes of the element's values nearest to float32 ``values``, which are no further off than bfloat16 tells.
+
+    Args:
+        saturate: beyond the maximum, the maximum; else Inf, or what the element has for it.
+    """
+    table = _nearest_codes(element, saturate).to(values.device)
+    return _look_up(table, values, lambda v: v.bfloat16().view(torch.int16).int() & (_NUM_UPPER_HALVES - 1))
+
+
+def _look_up(table: Tensor, keys: Tensor, index: Callable[[Tensor], Tensor]) -> Tensor:
+    """``table[index(keys)]``, in the shape of ``keys``; ``index`` gives int32."""
+    flat = keys.reshape(-1)
+    found = torch.empty(flat.shape, dtype=table.dtype, device=table.device)
+    chunk = _CHUNK if flat.device.type == "cpu" else max(1, flat.numel())
+    for part, out in zip(torch.split(flat, chunk), torch.split(found, chunk), strict=True):
+        torch.index_select(table, 0, index(part), out=out)
+    return found.view(keys.shape)
 
 
 def encode_scale(scale: Tensor, scale_format: ScaleFormat) -> Tensor:
@@ -97,6 +119,23 @@ def unpack(codes: Tensor, axis: int, length: int) -> Tensor:
     halves = torch.stack((codes & 0xF, codes >> 4), axis + 1)
     codes = halves.flatten(axis, axis + 1)
     return codes.narrow(axis, 0, length)
+
+
+def pack_bits(bits: Tensor, axis: int) -> Tensor:
+    """Zeros and ones (uint8) eight to a byte along ``axis``, the first lowest; the last byte is filled with zeros."""
+    missing = -bits.shape[axis] % 8
+    if missing:
+        filler = bits.new_zeros([missing if dim == axis else length for dim, length in enumerate(bits.shape)])
+        bits = torch.cat((bits, filler), axis)
+    groups: Tensor = bits.movedim(axis, -1).unflatten(-1, (-1, 8))  # type: ignore[no-untyped-call]
+    weights = torch.tensor([1 << place for place in range(8)], dtype=torch.uint8, device=bits.device)
+    return (groups * weights).sum(-1, dtype=torch.uint8).movedim(-1, axis).contiguous()
+
+
+def unpack_bits(packed: Tensor, axis: int) -> Tensor:
+    """What ``pack_bits`` packed, a multiple of eight along ``axis``."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.movedim(axis, -1).unsqueeze(-1) >> places) & 1).flatten(-2).movedim(-1, axis)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -141,6 +180,15 @@ def _prefix_values(element: Element) -> tuple[float, ...]:
         value = (1 + int(fraction, 2) / 2.0 ** len(fraction)) * 2.0**exponent
         values.append(value if value <= element.max_value else math.inf)
     return tuple(values)
+
+
+@cache
+def _nearest_codes(element: Element, saturate: bool) -> Tensor:
+    """The code of the element's value nearest to each bfloat16 number, by its bits."""
+    bits = torch.arange(_NUM_UPPER_HALVES, dtype=torch.int32).to(torch.int16)
+    values = bits.view(torch.bfloat16).to(torch.float32)
+    round_to_element_(values, element, "nearest_even")
+    return encode(limit_(values, element, saturate=saturate), element)
 
 
 _POSITIVE: Mapping[Encoding, Callable[[Element], tuple[float, ...]]] = {

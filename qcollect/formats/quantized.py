@@ -7,7 +7,16 @@ from torch import Tensor
 
 from qcollect.formats import codes as coding
 from qcollect.formats.eager import Choices, Scaled
+from qcollect.formats.records import Element
 from qcollect.formats.scales import tensor_decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleCodes:
+    """The scales of a tensor's blocks as codes, and the exponents inside blocks: what ``Quantized`` says of them."""
+
+    scales: Tensor
+    micro: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +65,52 @@ class Quantized:
             if self.encode is not None:
                 values.div_(self.encode)
             return values.view(self.shape).to(dtype or self.dtype)
-        assert entry.scale_format is not None
         # as the codes were made: a tensor of element values and a scale of its own for every block
-        factor = coding.decode_scale(self.scales.view(torch.uint8), entry.scale_format)
-        if self.encode is not None:
-            factor = factor * tensor_decode(self.encode)
         for (size, _), exponents in zip(entry.micro_exponents, self.micro, strict=True):
             values.mul_(_spread(torch.exp2(exponents.to(torch.float32)), shape, {self.choices.axis: size}))
-        return values.mul_(_spread(factor, shape, self._sizes(shape))).view(self.shape).to(dtype or self.dtype)
+        factor = _block_factors(self.scales, self.encode, self.choices)
+        return values.mul_(_spread(factor, shape, _sizes(self.choices, shape))).view(self.shape).to(dtype or self.dtype)
 
-    def _sizes(self, shape: torch.Size) -> dict[int, int]:
-        size = self.choices.block_size
-        assert size is not None
-        return (
-            {self.choices.axis: size} if isinstance(size, int) else {len(shape) - 2: size[0], len(shape) - 1: size[1]}
-        )
+
+@torch.no_grad()
+def codes_of_values(values: Tensor, choices: Choices, *, encode: Tensor | None, scales: ScaleCodes | None) -> Quantized:
+    """The codes that stand for ``values``: ``dequantize`` gives them back bit for bit, but for the bits of a NaN.
+
+    Where a product of scale and element is none of the dtype's numbers (too small, or too large) these may be other
+    codes than the tensor was quantized to, of the same values.
+
+    Args:
+        values: what was quantized and dequantized with these choices; not empty.
+        encode: what the whole tensor was multiplied with, 0-dim float32; None: nothing.
+        scales: of its blocks; None for a type without blocks.
+    """
+    entry, element = choices.quant_type, choices.quant_type.element
+    assert element is not None
+    shape = values.shape if values.dim() else torch.Size((1,))
+    steps = values.to(torch.float32, copy=True, memory_format=torch.contiguous_format).view(shape)
+    if scales is not None:
+        factor = _block_factors(scales.scales, encode, choices)
+        # of a scale that is zero nothing but zeros can come
+        steps.div_(_spread(factor.masked_fill(factor == 0, 1.0), shape, _sizes(choices, shape)))
+        for (size, _), exponents in zip(entry.micro_exponents, scales.micro, strict=True):
+            steps.div_(_spread(torch.exp2(exponents.to(torch.float32)), shape, {choices.axis: size}))
+    elif encode is not None:
+        steps.mul_(encode)
+    if element.is_cast:
+        codes = _element_codes(steps.view(values.shape), element, choices.axis)
+    else:
+        # a quotient is an element, or as near to one as the dtype of the values told
+        saturate = choices.saturate or element.overflow == "saturate"
+        codes = _packed(coding.encode_nearest(steps, element, saturate=saturate), element, choices.axis)
+    return Quantized(
+        codes=codes,
+        scales=None if scales is None else scales.scales,
+        micro=() if scales is None else scales.micro,
+        encode=encode,
+        shape=values.shape,
+        dtype=values.dtype,
+        choices=choices,
+    )
 
 
 def make_codes(scaled: Scaled, choices: Choices, shape: torch.Size, dtype: torch.dtype) -> Quantized:
@@ -81,31 +121,28 @@ def make_codes(scaled: Scaled, choices: Choices, shape: torch.Size, dtype: torch
     """
     element = choices.quant_type.element
     assert element is not None
-    values, torch_dtype = scaled.blocks.cut(shape), _torch_dtype(element.torch_dtype)
-    if element.is_cast:
-        assert torch_dtype is not None
-        codes = values.to(torch_dtype)
-    else:
-        codes = coding.encode(values, element).view(shape if len(shape) else (1,))
-        if element.bits == 4:
-            codes = coding.pack(codes, choices.axis)
-        is_last = choices.axis == codes.dim() - 1
-        if torch_dtype is not None and (element.bits != 4 or is_last):
-            codes = codes.view(torch_dtype)
-    scales = scale_codes(scaled, choices)
-    if scales is not None:
-        assert choices.quant_type.scale_format is not None
-        scales = scales.view(_torch_dtype(choices.quant_type.scale_format.torch_dtype) or torch.uint8)
+    scales = block_scale_codes(scaled, choices)
     return Quantized(
-        codes=codes,
-        scales=scales,
-        micro=tuple(
-            exponents.squeeze(dim + 1).flatten(dim - 1, dim).to(torch.uint8) for dim, _, exponents in scaled.micro
-        ),
+        codes=_element_codes(scaled.blocks.cut(shape), element, choices.axis),
+        scales=None if scales is None else scales.scales,
+        micro=() if scales is None else scales.micro,
         encode=scaled.encode,
         shape=shape,
         dtype=dtype,
         choices=choices,
+    )
+
+
+def block_scale_codes(scaled: Scaled, choices: Choices) -> ScaleCodes | None:
+    """The scales of what was scaled, as ``Quantized`` has them; None without blocks."""
+    scales = scale_codes(scaled, choices)
+    if scales is None:
+        return None
+    assert choices.quant_type.scale_format is not None
+    micro = (e.squeeze(dim + 1).flatten(dim - 1, dim).to(torch.uint8) for dim, _, e in scaled.micro)
+    return ScaleCodes(
+        scales=scales.view(_torch_dtype(choices.quant_type.scale_format.torch_dtype) or torch.uint8),
+        micro=tuple(micro),
     )
 
 
@@ -118,6 +155,38 @@ def scale_codes(scaled: Scaled, choices: Choices) -> Tensor | None:
     for dim in reversed(scaled.blocks.dims):
         codes = codes.squeeze(dim)
     return codes
+
+
+def _element_codes(values: Tensor, element: Element, axis: int) -> Tensor:
+    """Codes of float32 values that the element holds, in torch's own dtype where there is one."""
+    torch_dtype = _torch_dtype(element.torch_dtype)
+    if element.is_cast:
+        assert torch_dtype is not None
+        return values.to(torch_dtype)
+    return _packed(coding.encode(values, element).view(values.shape if values.dim() else (1,)), element, axis)
+
+
+def _packed(codes: Tensor, element: Element, axis: int) -> Tensor:
+    """Codes one to a byte as ``Quantized`` has them: those of 4 bits two to a byte, of torch's own dtype."""
+    torch_dtype = _torch_dtype(element.torch_dtype)
+    if element.bits == 4:
+        codes = coding.pack(codes, axis)
+    is_last = axis == codes.dim() - 1
+    return codes.view(torch_dtype) if torch_dtype is not None and (element.bits != 4 or is_last) else codes
+
+
+def _block_factors(scales: Tensor, encode: Tensor | None, choices: Choices) -> Tensor:
+    """What the elements of each block are multiplied with, float32."""
+    assert choices.quant_type.scale_format is not None
+    factor = coding.decode_scale(scales.view(torch.uint8), choices.quant_type.scale_format)
+    return factor if encode is None else factor * tensor_decode(encode)
+
+
+def _sizes(choices: Choices, shape: torch.Size) -> dict[int, int]:
+    """By dimension, how many elements share a scale along it."""
+    size = choices.block_size
+    assert size is not None
+    return {choices.axis: size} if isinstance(size, int) else {len(shape) - 2: size[0], len(shape) - 1: size[1]}
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qcollect.errors import FormatError
 from qcollect.formats import backends
-from qcollect.formats.binding import values_of_both
+from qcollect.formats.binding import Binding, values_of_both
 from qcollect.formats.blocks import BlockSize
 from qcollect.formats.catalog import get_quant_type
 from qcollect.formats.checks import check_tensor, does_not_apply
@@ -30,11 +30,13 @@ from qcollect.formats.scales import power_of_two_scale, tensor_amax
 __all__ = [
     "Quantizer",
     "apply_both",
+    "bind_consumer",
     "consumed",
     "count_saturated",
     "fake_quantize",
     "prepare",
     "quantize",
+    "quantizer_of",
     "tensor_scale",
 ]
 
@@ -129,27 +131,51 @@ def consumed(x: Tensor, consumer: Mapping[str, Any]) -> Tensor:
 
     Args:
         x: the original, as it was captured.
-        consumer: what the entry says; ``shape`` is that of the operand the gemm saw.
+        consumer: what the entry says; ``shape`` is that of the operand the gemm saw, or of its rows that are stored.
+
+    Raises:
+        FormatError: they do not follow from the rows that are stored (``not_from_rows`` says why).
     """
-    size = consumer["block_size"]
+    reason = consumer.get("not_from_rows")
+    if reason is not None:
+        raise FormatError(f"what {consumer['gemm']} consumed does not follow from the rows on file: {reason}.")
+    return bind_consumer(x.reshape(consumer["shape"]), consumer).values()
+
+
+def bind_consumer(x: Tensor, consumer: Mapping[str, Any], *, is_quantized: bool = False) -> Binding:
+    """``x`` bound to what an entry of ``metadata["consumers"]`` says of its quantization.
+
+    Args:
+        x: in the shape the gemm saw.
+        consumer: as it is on file, or with 0-dim tensors for what was computed on a device.
+        is_quantized: ``x`` are values that were quantized so, transformed already where there is a transform.
+    """
+    quantizer = quantizer_of(consumer, is_quantized=is_quantized)
     # a scale that belongs to the type follows from the abs max, which says more than its reciprocal rounded
+    by_amax, amax = quantizer.quant_type.has_tensor_scale, consumer["amax"]
+    return quantizer.bind(
+        x,
+        scale=None if by_amax else consumer["scale"],
+        # on file a number that is not finite is a text
+        amax=(torch.tensor(float(amax)) if isinstance(amax, str) else amax) if by_amax else None,
+        seed=consumer["seed"],
+        hadamard_seed=consumer.get("hadamard_seed") or 0,
+    )
+
+
+def quantizer_of(consumer: Mapping[str, Any], *, is_quantized: bool = False) -> Quantizer:
+    """The quantizer an entry of ``metadata["consumers"]`` describes; ``is_quantized``: without its transform."""
+    size = consumer["block_size"]
     name, definition = consumer["quant_type"], consumer.get("definition")
-    entry = get_quant_type(name) if definition is None else quant_type_of(name, definition)
-    by_amax = entry.has_tensor_scale
-    return fake_quantize(
-        x.reshape(consumer["shape"]),
-        entry,
-        consumer["axis"],
+    return Quantizer.create(
+        get_quant_type(name) if definition is None else quant_type_of(name, definition),
+        axis=consumer["axis"],
         scale_rule=consumer["scale_rule"],
         rounding=consumer["rounding"],
         block_size=tuple(size) if isinstance(size, list) else size,
-        scale=None if by_amax else consumer["scale"],
-        amax=consumer["amax"] if by_amax else None,
         saturate=consumer["saturate"],
-        seed=consumer["seed"],
         source_dtype=consumer.get("source_dtype"),
-        hadamard=consumer.get("hadamard"),
-        hadamard_seed=consumer.get("hadamard_seed") or 0,
+        hadamard=None if is_quantized else consumer.get("hadamard"),
     )
 
 

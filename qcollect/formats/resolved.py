@@ -241,9 +241,17 @@ class Quantizer:
         check_amax(amax, self.quant_type, self.has_tensor_scale)
         check_seed(seed, self.quant_type, self.rounding)
         x = x.detach() if x.requires_grad else x
-        choices = self.choices(self._axis_of(x), x.dtype, seed or 0)
+        choices = self.choices_for(x, seed or 0)
         source = self._rotated(x, hadamard_seed)
         return Binding(x=x, source=source, choices=choices, encode=self._encode_of(source, scale, amax))
+
+    def choices_for(self, x: Tensor, seed: int = 0) -> Choices:
+        """``choices`` for a tensor of this shape and dtype; its values are not looked at.
+
+        Raises:
+            FormatError: it has no such axis.
+        """
+        return self.choices(self._axis_of(x), x.dtype, seed)
 
     def choices(self, axis: int, dtype: torch.dtype, seed: int = 0) -> Choices:
         """What the values of a tensor follow from, but for its own scale.

@@ -30,6 +30,7 @@ PACKAGES = (
     "psutil",
     "xxhash",
     "mwparserfromhell",
+    "zstandard",
     "megatron-core",
 )
 VARIABLES = (

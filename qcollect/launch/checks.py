@@ -14,7 +14,14 @@ from qcollect.recipe.records import BYTES_TOKENIZER, Recipe
 
 MIN_PYTHON, FIRST_UNTESTED_PYTHON = (3, 11), (3, 14)
 # as in pyproject.toml; a test compares them
-MIN_VERSIONS = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 5), "tokenizers": (0, 22)}
+MIN_VERSIONS = {
+    "torch": (2, 11),
+    "transformers": (5, 17),
+    "safetensors": (0, 5),
+    "tokenizers": (0, 22),
+    "zstandard": (0, 23),
+}
+_INSTALL = {"torch": "pip install --upgrade torch", "zstandard": "pip install 'qcollect[zstd]'"}
 # transformers changes what models are made of with its major versions
 TESTED_TRANSFORMERS_MAJOR = 5
 MIN_OPEN_FILES = 1024
@@ -66,7 +73,7 @@ def check_python(facts: MachineFacts) -> Finding:
 
 
 def check_packages(facts: MachineFacts, recipe: Recipe) -> list[Finding]:
-    """torch, and what the recipe's model and tokenizer need beside it."""
+    """torch, and what the recipe's model, tokenizer and compression need beside it."""
     needed = ["torch", "transformers"]
     if recipe.model.checkpoint is not None:
         needed.append("safetensors")
@@ -74,12 +81,14 @@ def check_packages(facts: MachineFacts, recipe: Recipe) -> list[Finding]:
         recipe.data.tokenizer or recipe.model.tokenizer or recipe.model.checkpoint or BYTES_TOKENIZER
     ) != BYTES_TOKENIZER:
         needed.append("tokenizers")
+    if recipe.capture.compress == "zstd":
+        needed.append("zstandard")
     return [_check_package(name, facts.packages.get(name)) for name in needed]
 
 
 def _check_package(name: str, installed: str | None) -> Finding:
     least = MIN_VERSIONS[name]
-    install = "pip install --upgrade torch" if name == "torch" else "pip install 'qcollect[hf]'"
+    install = _INSTALL.get(name, "pip install 'qcollect[hf]'")
     if installed is None:
         return Finding.problem(name, f"{name} is not installed, and the recipe needs it", install)
     version = parse_version(installed)

@@ -7,11 +7,12 @@ share of the target, and the share is spread evenly over the iterations asked fo
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
 
 from qcollect.errors import ScheduleError, SelectionError
+from qcollect.plan.sizes import stored_bytes
 from qcollect.recipe.records import CaptureSpec, QuantSpec
 from qcollect.recipe.selectors import expand_indices, match_names
 from qcollect.vocab import COMPONENTS, GROUPS, Gemm, LayerType, Operation, Values
@@ -195,7 +196,35 @@ def choose_captures(modules: Sequence[ModuleSites], quant: QuantSpec, spec: Capt
         SelectionError: a selector matches nothing.
     """
     chosen = select_modules(modules, spec)
-    return select_captures(list_captures(chosen, values=spec.values, quantized=quantized_gemms(quant)), spec)
+    gemms = quantized_gemms(quant)
+    captures = select_captures(list_captures(chosen, values=spec.values, quantized=gemms), spec)
+    sites = {module.module: module for module in chosen}
+    return [_as_stored(capture, sites[capture.module], gemms, quant, spec) for capture in captures]
+
+
+def _as_stored(
+    capture: PlannedCapture,
+    module: ModuleSites,
+    quantized: Mapping[LayerType, Collection[Gemm]],
+    quant: QuantSpec,
+    spec: CaptureSpec,
+) -> PlannedCapture:
+    """The capture with the bytes it takes on disk."""
+    if (spec.storage, spec.scales, spec.tokens) == ("values", False, None) or capture.tensor_name not in module.shapes:
+        return capture
+    slots = {slot.tensor_name: slot for slot in GROUPS[module.layer_type]}
+    consumers = set() if module.excluded else module.gemms & set(quantized[module.layer_type])
+    num_bytes = stored_bytes(
+        module.shapes[capture.tensor_name],
+        module.element_bytes,
+        layer_type=module.layer_type,
+        tensor_name=capture.tensor_name,
+        copy_of=capture.gemm,
+        consumers=[gemm for gemm in slots[capture.tensor_name].consumers if gemm in consumers],
+        quant=quant,
+        spec=spec,
+    )
+    return replace(capture, num_bytes=num_bytes)
 
 
 def quantized_gemms(quant: QuantSpec) -> dict[LayerType, frozenset[Gemm]]:

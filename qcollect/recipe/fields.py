@@ -248,11 +248,6 @@ def _hadamard_size(value: Any) -> int:
     return int(value)
 
 
-def _not_served(value: Any) -> None:
-    if value is not None:
-        raise ValueError("this version does not serve it; leave it out")
-
-
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=1)]
 BlockSize = Annotated[int | tuple[int, int], PlainValidator(_block_size)]
@@ -279,4 +274,3 @@ Formats = Annotated[dict[str, dict[str, Any]], PlainValidator(_formats)]
 QuantName = Annotated[str, PlainValidator(_quant_type)]
 OverrideName = Annotated[str, PlainValidator(_quant_name)]
 QuantNames = Annotated[tuple[str, ...], PlainValidator(_quant_types)]
-NotServed = Annotated[None, PlainValidator(_not_served)]

@@ -151,7 +151,7 @@ class CaptureSpec:
         iterations: optimizer steps, from 0.
         ranks: global ranks.
         samples: global sample indices.
-        tokens: not served by this version; always None.
+        tokens: positions in each sequence, in whole groups of 64; what has no tokens is stored whole.
         values: ``original``, ``quantized`` or ``both``.
         mode: ``tensors``.
         layout: ``flat`` (all files in one folder) or ``by_iteration``.
@@ -159,6 +159,9 @@ class CaptureSpec:
             iteration's captures need, at most a quarter of what is free.
         durability: what is synced to the disk itself: ``none``, every ``file``, or ``all`` (the manifests, too).
         on_error: what a capture that cannot be written does to the training: ``stop`` or ``continue``.
+        storage: quantized copies as ``values``, or as ``codes`` and scales in the layout of their type.
+        scales: the scales of blocks beside values, original and quantized.
+        compress: ``none``, or ``zstd`` for what is stored as values.
     """
 
     target: int = 50
@@ -171,13 +174,16 @@ class CaptureSpec:
     iterations: IndexSelector | None = None
     ranks: IndexSelector | None = None
     samples: IndexSelector | None = None
-    tokens: None = None
+    tokens: IndexSelector | None = None
     values: str = "original"
     mode: str = "tensors"
     layout: str = "flat"
     host_memory_gb: float | None = None
     durability: str = "none"
     on_error: str = "stop"
+    storage: str = "values"
+    scales: bool = False
+    compress: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,13 +231,26 @@ class CaptureModel(Section):
     iterations: f.Selector | None = _CAPTURE.iterations
     ranks: f.Selector | None = _CAPTURE.ranks
     samples: f.Selector | None = _CAPTURE.samples
-    tokens: f.NotServed = None
+    tokens: f.Selector | None = _CAPTURE.tokens
     values: Literal["original", "quantized", "both"] = "original"
     mode: Annotated[Literal["tensors"], BeforeValidator(_served_mode)] = "tensors"
     layout: Literal["flat", "by_iteration"] = "flat"
     host_memory_gb: Annotated[f.Real, Field(gt=0)] | None = _CAPTURE.host_memory_gb
     durability: Literal["none", "file", "all"] = "none"
     on_error: Literal["stop", "continue"] = "stop"
+    storage: Literal["values", "codes"] = "values"
+    scales: f.Flag = _CAPTURE.scales
+    compress: Literal["none", "zstd"] = "none"
+
+    @model_validator(mode="after")
+    def _codes_are_of_quantized_values(self) -> Self:
+        if self.storage == "codes" and self.values == "original":
+            raise f.problem(
+                "capture.storage is 'codes', and with capture.values 'original' nothing that has codes is captured; "
+                "set capture.values to quantized or both",
+                "capture.storage",
+            )
+        return self
 
 
 class LaunchModel(Section):
@@ -269,6 +282,15 @@ class RecipeModel(Section):
                 expand_indices(self.capture.iterations, self.train.iterations, key="capture.iterations")
             except SelectionError as error:
                 raise f.problem(f"{error}; see train.iterations", "capture.iterations") from None
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_exist(self) -> Self:
+        if self.capture.tokens is not None:
+            try:
+                expand_indices(self.capture.tokens, self.data.sequence_length, key="capture.tokens")
+            except SelectionError as error:
+                raise f.problem(f"{error}; see data.sequence_length", "capture.tokens") from None
         return self
 
 

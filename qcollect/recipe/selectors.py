@@ -6,6 +6,8 @@ Indices: a number, a list of numbers and ranges, or text of comma-separated term
     every:10    0, 10, 20, ...                spread:4    4 indices evenly over all, the first is 0
     all         all
 
+Tokens: the same, taken in whole groups of ``TOKEN_GROUP`` (``expand_tokens``).
+
 Names: shell globs (``*``, ``?``, ``[...]``), case-sensitive; a name itself always matches.
 """
 
@@ -17,6 +19,9 @@ from fnmatch import fnmatchcase
 from qcollect.errors import SelectionError
 
 GRAMMAR = "an index (3), a range (0-3), every:N, spread:K, all, or a list of these"
+
+# What every block size of the catalog divides: blocks that run along tokens stay whole.
+TOKEN_GROUP = 64
 
 _TERM = re.compile(
     r"(?P<index>\d+)|(?P<first>\d+)\s*-\s*(?P<last>\d+)|every:(?P<every>\d+)|spread:(?P<spread>\d+)|all", re.ASCII
@@ -52,6 +57,30 @@ def expand_indices(selector: int | str | Sequence[int | str], count: int, *, key
     for term in _terms(selector, key):
         chosen.update(_expand(term, count, selector, key))
     return tuple(sorted(chosen))
+
+
+def expand_tokens(selector: int | str | Sequence[int | str], count: int, *, key: str = "selector") -> tuple[int, ...]:
+    """The positions of a sequence of ``count`` tokens that ``selector`` means, in whole groups of ``TOKEN_GROUP``.
+
+    ``every:N`` takes one group of N, ``spread:K`` as many as K tokens need, evenly; a token or a range the groups
+    they lie in. The last group is the shorter where they do not come out even.
+
+    Raises:
+        SelectionError: as ``expand_indices``.
+    """
+    num_groups = -(-count // TOKEN_GROUP)
+    groups: set[int] = set()
+    for term in _terms(selector, key):
+        expanded = _expand(term, count, selector, key)  # refuses what does not exist
+        match = _match(term, selector, key)
+        if match["every"]:
+            groups.update(range(0, num_groups, int(match["every"])))
+        elif match["spread"]:
+            num = -(-int(match["spread"]) // TOKEN_GROUP)
+            groups.update(i * num_groups // num for i in range(num))
+        else:
+            groups.update(token // TOKEN_GROUP for token in expanded)
+    return tuple(t for g in sorted(groups) for t in range(g * TOKEN_GROUP, min((g + 1) * TOKEN_GROUP, count)))
 
 
 def match_names(patterns: str | Iterable[str], names: Sequence[str], *, key: str = "selector") -> tuple[str, ...]:

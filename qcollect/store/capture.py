@@ -2,7 +2,8 @@
 
 A file is ``torch.save`` of ``{"tensor", "tensor_info", "metadata"}`` with nothing but tensors and
 plain Python values inside, so ``torch.load(path, weights_only=True)`` reads it in any process.
-It appears under its final name whole or not at all.
+It appears under its final name whole or not at all. Instead of ``tensor`` it may hold what takes fewer
+bytes (``compact``); ``load`` gives the tensor either way.
 """
 
 import math
@@ -10,7 +11,7 @@ import os
 import pickle
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ import xxhash
 
 from qcollect.errors import CaptureError
 from qcollect.paths import temporary_path
+from qcollect.store.compact import holds_tensor, restore, value_entries
 from qcollect.store.files import rename_new, sync_folder
 from qcollect.store.summary import describe, summarize
 
@@ -62,13 +64,18 @@ class _HashingFile:
 
 
 def save_capture(
-    path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], metadata: dict[str, Any], *, durable: bool = False
+    path: Path,
+    stored: torch.Tensor | Mapping[str, Any],
+    tensor_info: dict[str, Any],
+    metadata: dict[str, Any],
+    *,
+    durable: bool = False,
 ) -> StoredFile:
     """Write one capture; never replaces an existing file.
 
     Args:
         path: the final name; its folder exists.
-        tensor: dense CPU tensor that owns its storage.
+        stored: dense CPU tensor that owns its storage, or what ``compact`` made of it.
         tensor_info: as ``describe_tensor`` gives it.
         metadata: plain values (``plain``).
         durable: the file and its name are on the disk itself when this returns.
@@ -77,12 +84,14 @@ def save_capture(
         FileExistsError: the name is taken.
         CaptureError: the disk is full or the folder is gone. In no case is anything left behind.
     """
+    entries = value_entries(stored) if isinstance(stored, torch.Tensor) else stored
+    content = {**entries, "tensor_info": tensor_info, "metadata": metadata}
     temporary = temporary_path(path, uuid.uuid4().hex[:12])
     hashing: _HashingFile | None = None
     try:
         with temporary.open("xb") as file:
             hashing = _HashingFile(file)
-            _write_archive({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, hashing)
+            _write_archive(content, hashing)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -134,39 +143,63 @@ def _space_left(folder: Path) -> str:
     return f" ({free.f_bavail * free.f_frsize:,} bytes and {free.f_favail:,} inodes free in {folder})"
 
 
-def load_capture(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
-    """``{"tensor", "tensor_info", "metadata"}`` of a file, without unpickling code.
+def load(path: os.PathLike[str] | str) -> torch.Tensor:
+    """The tensor of a capture's file, whatever it is stored as: the same values, dtype and shape, bit for bit.
+
+    Of a capture with ``capture.tokens`` the rows that are stored.
+
+    Raises:
+        CaptureError: the file is missing, torn, or no capture.
+        MissingExtraError: it is compressed, and zstandard is not installed.
+    """
+    return _restore(path, load_any_capture(path))
+
+
+def load_capture(path: os.PathLike[str] | str, *, mmap: bool = False) -> dict[str, Any]:
+    """``{"tensor", "tensor_info", "metadata"}`` of a file and what else it holds, without unpickling code.
+
+    ``tensor`` is there whatever the file stores.
 
     Raises:
         CaptureError: the file is missing, torn, or not a capture.
+        MissingExtraError: as ``load``.
     """
     content = _load(path, mmap)
-    if not isinstance(content, dict) or "tensor" not in content or "metadata" not in content:
+    if not holds_tensor(content) or "metadata" not in content:
         raise _no_capture(path)
-    return content
+    return {**content, "tensor": _restore(path, content)}
 
 
-def load_any_capture(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
-    """As ``load_capture``, also of older files: ``tensor_info`` and ``metadata`` are empty where a file has none.
+def _restore(path: os.PathLike[str] | str, content: Mapping[str, Any]) -> torch.Tensor:
+    try:
+        return restore(content)
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}") from error
+
+
+def load_any_capture(path: os.PathLike[str] | str, *, mmap: bool = False) -> dict[str, Any]:
+    """What a file holds as it stands there (``compact.restore`` makes it a tensor), older files included.
+
+    ``tensor_info`` and ``metadata`` are empty where a file has none.
 
     Raises:
-        CaptureError: the file is missing, torn, or holds no tensor under ``tensor``.
+        CaptureError: the file is missing, torn, or holds no tensor.
     """
     content = _load(path, mmap)
-    if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
+    if not holds_tensor(content):
         raise _no_capture(path)
     sections = {name: content.get(name) for name in ("tensor_info", "metadata")}
     return {**content, **{name: value if isinstance(value, dict) else {} for name, value in sections.items()}}
 
 
-def _load(path: Path | str, mmap: bool) -> Any:
+def _load(path: os.PathLike[str] | str, mmap: bool) -> Any:
     try:
         return torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:
         raise CaptureError(f"{path}: cannot be loaded: {error}") from error
 
 
-def _no_capture(path: Path | str) -> CaptureError:
+def _no_capture(path: os.PathLike[str] | str) -> CaptureError:
     return CaptureError(f"{path}: holds no capture (a dict with 'tensor', 'tensor_info' and 'metadata')")
 
 

@@ -35,15 +35,15 @@ class Capture:
         return CaptureKey.from_metadata(self.metadata)
 
     def load(self) -> "torch.Tensor":
-        """The tensor.
+        """The tensor, as ``qcollect.load`` gives it.
 
         Raises:
             CaptureError: the file is missing or torn.
+            MissingExtraError: it is compressed, and zstandard is not installed.
         """
-        from qcollect.store.capture import load_capture
+        from qcollect.store.capture import load
 
-        tensor: torch.Tensor = load_capture(self.path)["tensor"]
-        return tensor
+        return load(self.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from qcollect.worker.collector import (
     seat,
 )
 from qcollect.worker.engine import EngineSettings
+from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, unwrap
 from qcollect.worker.state import detect_rank
@@ -134,6 +135,7 @@ def collect(
             run_id=uuid.uuid4().hex[:12],
             rank=rank,
             loss_scale=loss_scale,
+            packing=Packing.from_spec(capture),
             by_iteration=capture.layout == "by_iteration",
             engine=EngineSettings.of(capture),
             enabled=enabled,
@@ -153,6 +155,7 @@ def settings_of_plan(plan: Plan) -> CollectorSettings:
         run_id=plan.run_id,
         rank=rank,
         loss_scale=plan.recipe.train.loss_scale,
+        packing=Packing.from_spec(plan.recipe.capture),
         by_iteration=plan.recipe.capture.layout == "by_iteration",
         engine=EngineSettings.of(plan.recipe.capture),
         is_planned=True,

@@ -25,6 +25,7 @@ from qcollect.plan.stop import StopCause, read_stop, request_stop
 from qcollect.vocab import RankInfo
 from qcollect.worker.engine import CaptureEngine, EngineSettings
 from qcollect.worker.frame import Frame, TakenCapture, Wanted, want_key
+from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
@@ -50,6 +51,7 @@ class CollectorSettings:
     run_id: str
     rank: RankInfo
     loss_scale: float = 1.0
+    packing: Packing = field(default_factory=Packing)
     by_iteration: bool = False
     is_planned: bool = False
     enabled: bool = True
@@ -76,6 +78,7 @@ class Collector:
             by_iteration=settings.by_iteration,
             device=settings.device,
             durability=settings.engine.durability,
+            packing=settings.packing,
         )
         self.engine: CaptureEngine | None = None
         self.paths = RunPaths(settings.run_dir.absolute())
@@ -233,6 +236,7 @@ class Collector:
             token_hash=_hash(tokens) if wanted and tokens is not None else None,
             wanted=wanted,
             sink=self._save,
+            with_scales=self.settings.packing.needs_scales,
         )
         if self.kept:
             self._drop_kept(frame)
@@ -294,6 +298,7 @@ class Collector:
             token_layout=taken.token_layout,
             loss_scale=self.settings.loss_scale,
             token_hash=frame.token_hash,
+            block_scales=taken.block_scales,
         )
         if self.kept.is_proven(frame.iteration):
             self._submit(taken.tensor, seen, taken.counter, Source.of(taken.tensor))

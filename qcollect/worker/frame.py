@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qcollect.formats.quantized import ScaleCodes
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import Gemm, LayerType
 from qcollect.worker.gemm import Operand
@@ -27,7 +28,7 @@ def want_key(capture: PlannedCapture) -> WantKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenCapture:
-    """A wanted tensor, seen: ``counter`` is its place in the schedule."""
+    """A wanted tensor, seen: ``counter`` is its place in the schedule, ``block_scales`` those of a quantized copy."""
 
     planned: PlannedCapture
     counter: int
@@ -35,6 +36,7 @@ class TakenCapture:
     tensor: torch.Tensor
     consumers: list[dict[str, Any]]
     token_layout: str
+    block_scales: ScaleCodes | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Frame:
     """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted.
 
     ``num_calls`` counts the calls of each module, those without grad and those with grad apart; ``counts`` holds what
-    was counted over operands.
+    was counted over operands; ``with_scales``: quantized copies come with the scales of their blocks.
     """
 
     iteration: int
@@ -52,6 +54,7 @@ class Frame:
     token_hash: str | None
     wanted: Wanted
     sink: Callable[[TakenCapture], None]
+    with_scales: bool = False
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
     counts: dict[tuple[Hashable, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -86,6 +89,7 @@ class Frame:
         gemm: Gemm | None = None,
         consumers: list[dict[str, Any]],
         token_layout: str,
+        block_scales: ScaleCodes | None = None,
     ) -> None:
         """Hand one wanted tensor on; the caller has asked ``wants``."""
         counter, planned = self.wanted.pop((module, tensor_name, gemm))
@@ -97,6 +101,7 @@ class Frame:
                 tensor=tensor,
                 consumers=consumers,
                 token_layout=token_layout,
+                block_scales=block_scales,
             )
         )
 
@@ -174,7 +179,15 @@ class ModuleTap:
             return
         values = consumed.values if consumed.factor is None else use.values()
         consumers = [frame.describe(self.module, use)]
-        frame.take(self.module, use.tensor_name, values, gemm=use.gemm, consumers=consumers, token_layout=token_layout)
+        frame.take(
+            self.module,
+            use.tensor_name,
+            values,
+            gemm=use.gemm,
+            consumers=consumers,
+            token_layout=token_layout,
+            block_scales=use.binding.scales() if frame.with_scales else None,
+        )
 
     def values(
         self,

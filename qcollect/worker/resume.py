@@ -15,6 +15,7 @@ from qcollect.errors import CaptureError
 from qcollect.paths import RunPaths
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.store.capture import load_capture
+from qcollect.store.compact import bytes_of, is_same, stored_part
 from qcollect.store.manifest import ManifestRecord, read_manifest
 from qcollect.vocab import CaptureKey, Values
 from qcollect.worker.frame import Frame
@@ -57,8 +58,9 @@ class Kept:
             CaptureError: it is not, or the file cannot be read.
         """
         path = self.run_dir / self.files[key]
-        stored, computed = load_capture(path)["tensor"], fix_value(tensor)
-        if _is_same(stored, computed):
+        content = load_capture(path)
+        stored, computed = content["tensor"], stored_part(content, fix_value(tensor))
+        if is_same(stored, computed):
             self.compared.add(key)
             return
         raise CaptureError(
@@ -99,19 +101,8 @@ def key_of(planned: PlannedCapture, frame: Frame, rank: int) -> CaptureKey:
     )
 
 
-def _is_same(stored: torch.Tensor, computed: torch.Tensor) -> bool:
-    if stored.shape != computed.shape or stored.dtype != computed.dtype:
-        return False
-    # NaN is equal to itself here, and -0 not to 0
-    return torch.equal(_bytes(stored), _bytes(computed))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def _difference(stored: torch.Tensor, computed: torch.Tensor) -> str:
     if stored.shape != computed.shape or stored.dtype != computed.dtype:
         return f"{list(stored.shape)} {stored.dtype} there, {list(computed.shape)} {computed.dtype} now"
-    differing = (_bytes(stored) != _bytes(computed)).view(-1, stored.element_size()).any(dim=1)
+    differing = (bytes_of(stored) != bytes_of(computed)).view(-1, stored.element_size()).any(dim=1)
     return f"{int(differing.sum()):,} of {stored.numel():,} elements differ"

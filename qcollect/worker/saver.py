@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qcollect.errors import CaptureError
+from qcollect.formats.quantized import ScaleCodes
 from qcollect.paths import RunPaths
 from qcollect.plan.devices import RankDevice
 from qcollect.store.capture import (
@@ -24,6 +25,7 @@ from qcollect.store.capture import (
 from qcollect.store.files import append_line
 from qcollect.store.summary import describe, summarize
 from qcollect.vocab import COMPONENTS, CaptureName, LayerType, RankInfo, Values
+from qcollect.worker.packing import Packing, pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class Observation:
     """What is known of a tensor the moment it is seen.
 
     ``tensor`` is the last field of the file name; ``consumers`` the gemms that read the operand, with
-    all that their quantized value follows from; ``extra`` the caller's own metadata.
+    all that their quantized value follows from; ``block_scales`` those of a quantized copy, where they are
+    stored; ``extra`` the caller's own metadata.
     """
 
     layer_type: str
@@ -56,6 +59,7 @@ class Observation:
     loss_scale: float = 1.0
     token_hash: str | None = None
     sharding: dict[str, Any] | None = None
+    block_scales: ScaleCodes | None = None
     extra: dict[str, Any] | None = None
 
 
@@ -97,6 +101,7 @@ class Saver:
         by_iteration: bool = False,
         device: RankDevice | None = None,
         durability: str = "none",
+        packing: Packing | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.paths = RunPaths(run_dir.absolute())
@@ -104,6 +109,7 @@ class Saver:
         self.by_iteration = by_iteration
         self.device = _describe_device(device)
         self.durability = durability
+        self.packing = packing or Packing()
         self.clock = clock
         self.num_saved = 0
         self.num_bytes = 0
@@ -151,8 +157,17 @@ class Saver:
             requires_grad=source.requires_grad,
             is_leaf=source.is_leaf,
         )
-        metadata = _metadata(seen, self.run_id, self.device, now)
-        path, stored = self._write(value, tensor_info, metadata, seen, counter, now)
+        packed = pack(
+            value,
+            self.packing,
+            values=seen.values,
+            consumers=seen.consumers,
+            token_layout=seen.token_layout,
+            num_samples=seen.num_samples,
+            block_scales=seen.block_scales,
+        )
+        metadata = _metadata(seen, self.run_id, self.device, now, packed.metadata)
+        path, stored = self._write(packed.entries, tensor_info, metadata, seen, counter, now)
         self._list(stored, seen.rank.rank, tensor_info, metadata)
         if os.environ.get("QCOLLECT_LOG") == "debug":
             _print_save(path, seen)
@@ -160,7 +175,7 @@ class Saver:
 
     def _write(
         self,
-        value: torch.Tensor,
+        entries: dict[str, Any],
         tensor_info: dict[str, Any],
         metadata: dict[str, Any],
         seen: Observation,
@@ -173,7 +188,7 @@ class Saver:
             path = self.paths.capture_path(name, iteration=seen.iteration, by_iteration=self.by_iteration)
             _make_folder(path.parent)
             try:
-                return path, save_capture(path, value, tensor_info, metadata, durable=self.durability != "none")
+                return path, save_capture(path, entries, tensor_info, metadata, durable=self.durability != "none")
             except FileExistsError:
                 if counter is not None:
                     raise CaptureError(f"{path}: exists already; nothing was overwritten") from None
@@ -229,7 +244,9 @@ def _describe_device(device: RankDevice | None) -> dict[str, Any]:
     return {name: None if device is None else getattr(device, name) for name in names}
 
 
-def _metadata(seen: Observation, run_id: str, device: dict[str, Any], now: datetime) -> dict[str, Any]:
+def _metadata(
+    seen: Observation, run_id: str, device: dict[str, Any], now: datetime, packed: dict[str, Any]
+) -> dict[str, Any]:
     known: dict[str, Any] = {
         "schema": METADATA_SCHEMA,
         "rank": seen.rank.rank,
@@ -250,13 +267,13 @@ def _metadata(seen: Observation, run_id: str, device: dict[str, Any], now: datet
         "tensor_name": seen.tensor_name,
         "module": seen.module,
         "values": seen.values,
-        "consumers": list(seen.consumers),
         "token_layout": seen.token_layout,
         "loss_scale": seen.loss_scale,
         "token_hash": seen.token_hash,
         "save_time": now.strftime("%Y-%m-%d %H:%M:%S"),
         "run_id": run_id,
         "sharding": seen.sharding,
+        **packed,
         **device,
     }
     converted: dict[str, Any] = plain({**(seen.extra or {}), **known})

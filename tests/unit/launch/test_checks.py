@@ -70,6 +70,15 @@ def test_a_checkpoint_needs_more_packages():
     assert names == ["torch", "transformers", "safetensors", "tokenizers"]
 
 
+def test_compression_needs_its_package(tiny):
+    recipe = replace(tiny, capture=replace(tiny.capture, compress="zstd"))
+    finding = next(f for f in check_packages(FACTS, recipe) if f.check == "zstandard")
+    assert (finding.level, finding.text) == (
+        Level.PROBLEM,
+        "zstandard is not installed, and the recipe needs it; pip install 'qcollect[zstd]'",
+    )
+
+
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
@@ -144,7 +153,7 @@ def test_the_packages_that_are_needed(tiny, name, version, level, text):
 
 def test_the_least_versions_are_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    wanted = [*project["dependencies"], *(e for name in ("hf", "zstd") for e in project["optional-dependencies"][name])]
     declared = dict(entry.split(">=") for entry in wanted)
     assert {name: parse_version(declared[name]) for name in MIN_VERSIONS} == MIN_VERSIONS
     assert project["requires-python"] == ">={}.{},<{}.{}".format(*checks.MIN_PYTHON, *checks.FIRST_UNTESTED_PYTHON)

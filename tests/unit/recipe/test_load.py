@@ -47,7 +47,8 @@ def test_byte_order_mark_and_windows_lines_are_taken(tmp_path: Path, minimal: st
 def test_unknown_key_names_file_line_and_the_known_ones(refusals: Refusals, minimal: str) -> None:
     assert refusals(f"{minimal}capture:\n  target: 5\n  layer: [3]\n") == [
         "r.yaml:5: unknown key 'capture.layer'; known: target, layers, modules, layer_types, operations, phases, "
-        "tensor_names, iterations, ranks, samples, tokens, values, mode, layout, host_memory_gb, durability, on_error. "
+        "tensor_names, iterations, ranks, samples, tokens, values, mode, layout, host_memory_gb, durability, on_error, "
+        "storage, scales, compress. "
         "Did you mean 'layers'?"
     ]
 
@@ -158,7 +159,16 @@ def test_all_errors_are_listed_in_the_order_of_the_file_then_of_the_overrides(re
          "capture.tensor_names: 'querry' matches nothing; did you mean 'query' or 'grad_query'?"),
         ("capture: {mode: stats}", "capture.mode is 'stats'; this version does not serve it; use tensors"),
         ("capture: {mode: all}", "capture.mode is 'all'; known: tensors."),
-        ("capture: {tokens: 0-3}", "capture.tokens is '0-3'; this version does not serve it; leave it out"),
+        ("capture: {tokens: 4-9}",
+         "capture.tokens is '4-9': index 8 does not exist, there are 8 (0-7); see data.sequence_length"),
+        ("capture: {tokens: half}", "capture.tokens is 'half': 'half' is not an index (3), a range (0-3), every:N, "
+         "spread:K, all, or a list of these"),
+        ("capture: {storage: bits}", "capture.storage is 'bits'; known: values, codes."),
+        ("capture: {storage: codes}",
+         "capture.storage is 'codes', and with capture.values 'original' nothing that has codes is captured; "
+         "set capture.values to quantized or both"),
+        ("capture: {compress: gzip}", "capture.compress is 'gzip'; known: none, zstd."),
+        ("capture: {scales: 1}", "capture.scales is 1; must be true or false"),
         ("capture: {iterations: [1000]}",
          "capture.iterations is [1000]: index 1000 does not exist, there are 1000 (0-999); see train.iterations"),
         ("launch: {nproc: 0}", "launch.nproc is 0; must be at least 1"),

@@ -141,7 +141,7 @@ def test_drift_in_a_later_iteration_is_noticed_there(plan, spread, train):
 
 
 def test_nan_is_equal_to_itself_and_minus_zero_is_not_zero(plan, spread, train):
-    from qcollect.worker.resume import _is_same
+    from qcollect.store.compact import is_same as _is_same
 
     assert _is_same(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
     assert not _is_same(torch.tensor([0.0]), torch.tensor([-0.0]))

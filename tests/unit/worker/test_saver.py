@@ -138,6 +138,9 @@ def test_file_metadata_has_every_field(saver):
         "save_time": "2024-12-01 14:30:22",
         "run_id": "run1",
         "sharding": None,
+        "storage": "values",
+        "storage_note": None,
+        "stored_rows": None,
         **dict.fromkeys(("visible_device", "gpu_name", "gpu_uuid", "gpu_index")),
     }
 

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,10 +129,13 @@ def _import_interpreted() -> str:
         return "Triton's interpreter needs numpy"
     if torch.cuda.is_available():
         return "with a CUDA device, tests/gpu/formats.py runs the kernels themselves"
-    if "triton" in sys.modules:
-        return "Triton was imported before its interpreter was chosen"
     # Triton looks at the variable when a kernel is defined
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+        from triton import language
+        from triton.runtime.interpreter import InterpretedFunction
+
+        if not isinstance(language.sum, InterpretedFunction):
+            return "Triton was imported before its interpreter was chosen"
         from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
     return ""
 

@@ -4,7 +4,6 @@ import ctypes
 import os
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from qcollect.errors import CaptureError, OutputError, UsageError
 from qcollect.paths import RunPaths
@@ -22,13 +22,13 @@ from qcollect.plan.devices import RankDevice
 from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
 from qcollect.plan.stop import StopCause, read_stop, request_stop
 from qcollect.vocab import RankInfo
-from qcollect.worker.frame import Frame, TakenCapture, Wanted, want_key
+from qcollect.worker.frame import Frame, Moment, TakenCapture, Wanted, want_key
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
 from qcollect.worker.saver import Observation, Saver
 from qcollect.worker.shortfall import Place, Shortfall
-from qcollect.worker.sites import install, unwrap
+from qcollect.worker.sites import Taps, install, unwrap
 from qcollect.worker.state import STATE
 
 
@@ -89,7 +89,9 @@ class Collector:
         )
         self._is_stopped = False
         self._frames: list[Frame] = []
-        self._undo: list[Callable[[], None]] = []
+        self._moment: Moment = (self.iteration, self.micro_batch)
+        self._taps = Taps()
+        self._hooks: list[Any] = []
         self._step_started = time.monotonic()
         self._vote_group = vote_group
         device = next((str(p.device) for p in self.model.parameters()), "cpu")
@@ -104,26 +106,37 @@ class Collector:
         parameter = next(self.model.parameters(), None)
         if parameter is not None and parameter.device.type == "cpu":
             self.settings.policy.prepare(parameter.dtype)
-        self._undo.append(
-            install(self.model, self.settings.policy, lambda: self.frame, lambda: (self.iteration, self.micro_batch))
-        )
+        self._taps = install(self.model, self.settings.policy, lambda: self.frame, lambda: self._moment)
         begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
-        handle = self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-        self._undo.append(handle.remove)
+        watch = torch.compiler.disable(self._watch_backward)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+            self.model.register_forward_hook(watch),
+        ]
         self.progress.update(state="training", captured=self.num_captured, force=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self.frame = None
+        self._remove_hooks()
+        self._taps.remove()
         if kind is None:
             if self.settings.is_planned and not self._is_stopped:
                 self._announce_end()
             self.progress.update(state="done" if self._is_stopped else "left", force=True)
             self._report_shortfall()
+
+    def _remove_hooks(self) -> None:
+        self.frame = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _leave_capturing(self) -> None:
+        """The target is reached: what only captures is taken off the model, what quantizes stays."""
+        self._taps.remove_idle()
+        if not self.settings.policy.is_stochastic:  # whose draws follow the micro-batch
+            self._remove_hooks()
 
     def _refuse_surplus(self) -> None:
         if len(self.kept) > self.share and self.settings.enabled:
@@ -156,6 +169,9 @@ class Collector:
             self.frame = None  # an evaluation pass: quantized, not recorded
             return
         self.micro_batch += 1
+        self._moment = self.iteration, self.micro_batch
+        if self._is_stopped:
+            return
         tokens = _tokens(args, kwargs)
         num_samples = tokens.shape[0] if tokens is not None and tokens.dim() > 1 else 1
         tracked_sample = self._first_sample + self._num_sequences * self.rank.world_size + self.seat * num_samples
@@ -184,6 +200,18 @@ class Collector:
             self._frames.append(frame)
         self.frame = frame
         self.progress.update(num_micro_batches=self.micro_batch + 1)
+
+    def _watch_backward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Backward may run forwards again, after those of other micro-batches: they are of this one."""
+        frame, moment = self.frame, self._moment
+
+        def enter(grad: torch.Tensor) -> None:
+            if moment[0] == self.iteration:
+                self.frame, self._moment = frame, moment
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(enter)  # type: ignore[no-untyped-call]
 
     def _drop_kept(self, frame: Frame) -> None:
         for want, (_, planned) in list(frame.wanted.items()):
@@ -237,6 +265,7 @@ class Collector:
             token_layout=taken.token_layout,
             loss_scale=self.settings.loss_scale,
             token_hash=frame.token_hash,
+            sharding=taken.sharding,
         )
         self.saver.save(taken.tensor, seen, taken.counter)
         self.progress.update(captured=self.num_captured, num_bytes=self.saver.num_bytes)
@@ -265,7 +294,8 @@ class Collector:
 
         Returns:
             True when training may end: every rank has its share, or a stop was asked for. The answer is
-            the same on all ranks. With saving off nothing is waited for, and training goes on.
+            the same on all ranks, and from then on nothing is captured. With saving off nothing is waited for, and
+            training goes on.
 
         Raises:
             CaptureError: a planned capture did not come.
@@ -274,6 +304,9 @@ class Collector:
         duration_s, self._step_started = now - self._step_started, now
         if self.seat == 0 and metrics and self._leaves_files:
             self._write_metrics(metrics, duration_s)
+        if self._is_stopped:
+            self._advance(metrics.get("loss"))
+            return True
         num_taken = self.saver.num_saved - self._num_saved_before
         unstarted = [c for c in self._cuts_of_iteration() if c.micro_batch > self.micro_batch]
         self._shortfall.settle(
@@ -283,17 +316,22 @@ class Collector:
             num_taken=num_taken,
         )
         self._num_saved_before = self.saver.num_saved
-        self.iteration += 1
-        self.micro_batch = -1
-        self.frame = None
-        self._frames.clear()
-        STATE.track(iteration=self.iteration, micro_batch=0)
-        self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=metrics.get("loss"))
+        self._advance(metrics.get("loss"))
         stop = self._vote(stop=self.paths.stop_path.exists())
         if stop:
             self._is_stopped = True
+            self._leave_capturing()
             self.progress.update(state="draining", force=True)
         return stop
+
+    def _advance(self, loss: float | None) -> None:
+        self.iteration += 1
+        self.micro_batch = -1
+        self._moment = self.iteration, self.micro_batch
+        self.frame = None
+        self._frames.clear()
+        STATE.track(iteration=self.iteration, micro_batch=0)
+        self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=loss)
 
     def _write_metrics(self, metrics: dict[str, float], duration_s: float) -> None:
         line: dict[str, Any] = {"iteration": self.iteration, **metrics, "time_s": duration_s}

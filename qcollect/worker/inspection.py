@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qcollect.errors import QcollectError
+from qcollect.errors import CheckpointError, QcollectError
 from qcollect.plan.finding import Finding, Level
 from qcollect.plan.inspection import Device, Inspection
 from qcollect.plan.schedule import ModuleSites
@@ -22,6 +22,9 @@ from qcollect.worker.model import build_empty, build_model, load_config
 from qcollect.worker.model_facts import ModelFacts, remember
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import FoundModule, find_excluded, find_modules, install
+from qcollect.worker.unserved import describe_unserved, find_unserved
+
+MODEL_CHECK = "model"
 
 
 def inspect_recipe(recipe: Recipe) -> Inspection:
@@ -103,16 +106,43 @@ def meta_sites(model: nn.Module, recipe: Recipe) -> list[ModuleSites]:
     frame = _MetaFrame(seen)
     policy = QuantPolicy.from_spec(recipe.quant)
     observing = QuantPolicy.from_spec(QuantSpec(type="none"))
-    uninstall = install(model, observing, lambda: frame)  # type: ignore[arg-type,return-value]
+    taps = install(model, observing, lambda: frame)  # type: ignore[arg-type,return-value]
     try:
         batch, length = recipe.train.micro_batch_size, recipe.data.sequence_length
-        tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
-        # a ready-made mask: transformers would look into the values to make one
-        mask = torch.zeros(batch, 1, length, length, dtype=torch.bool, device="meta")
-        model(input_ids=tokens, attention_mask=mask)
+        _run_on_meta(model, batch, length)
     finally:
-        uninstall()
+        taps.remove()
     return [_sites(found, seen[found.name], policy) for found in find_modules(model) if found.name in seen]
+
+
+def _run_on_meta(model: nn.Module, batch: int, length: int) -> None:
+    """One forward without values.
+
+    Raises:
+        CheckpointError: the model's code looks into values.
+    """
+    choose_experts = getattr(model, "set_experts_implementation", None)
+    if choose_experts is not None and getattr(model.config, "_experts_implementation", None) is not None:
+        choose_experts("batched_mm")  # the one whose shapes depend on no values, in any dtype
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    # a ready-made mask: most models would look into the values of another to make one; some take no such
+    ready_made = torch.zeros(batch, 1, length, length, dtype=torch.bool, device="meta")
+    masks: tuple[dict[str, torch.Tensor], ...] = (
+        {"attention_mask": ready_made},
+        {},
+        {"attention_mask": torch.ones(batch, length, dtype=torch.int64, device="meta")},
+    )
+    errors: list[Exception] = []
+    for mask in masks:
+        try:
+            model(input_ids=tokens, **mask)
+            return
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            errors.append(error)
+    raise CheckpointError(
+        f"{type(model).__name__} does not run on the meta device, where its sites are looked for: "
+        f"{str(errors[0]).splitlines()[0]}; collect from it in a script of your own (qcollect.collect)"
+    ) from errors[0]
 
 
 @dataclass(slots=True)
@@ -179,6 +209,7 @@ def examine_model(recipe: Recipe) -> ModelFacts:
     if checkpoint is not None and not findings:
         findings += _compare(checkpoint, files, model)
     findings += _check_length(recipe, model)
+    findings += _check_served(recipe, model)
     config: Any = model.config
     return ModelFacts(
         modules=tuple(modules),
@@ -211,6 +242,12 @@ def _check_length(recipe: Recipe, model: nn.Module) -> list[Finding]:
             "shorten the sequence",
         )
     ]
+
+
+def _check_served(recipe: Recipe, model: nn.Module) -> list[Finding]:
+    unserved = find_unserved(model, QuantPolicy.from_spec(recipe.quant))
+    advice = "what quant.exclude names is not told"
+    return [Finding.warning(MODEL_CHECK, describe_unserved(unserved), advice)] if unserved else []
 
 
 def _describe_model(

@@ -81,6 +81,8 @@ class Shortfall:
                 (self._impossible if frame.was_called(key[0]) else self._absent).add(key)
         missing += unstarted
         if not missing:
+            if self._owed and not num_taken:
+                self._refuse_idling()
             return
         counter, first = missing[0]
         named = f"{len(missing)} captures, first number {counter}, {first.module} {first.operation} {first.tensor_name}"
@@ -93,3 +95,13 @@ class Shortfall:
         if self._num_idle >= MAX_IDLE_ITERATIONS or len(self._impossible) == len(self.captures):
             raise CaptureError(f"rank {self.rank}: {named} do not come up in the model's training forward")
         self._owed += missing
+
+    def _refuse_idling(self) -> None:
+        """What is owed is asked for in every iteration: nothing ran that could give it."""
+        self._num_idle += 1
+        if self._num_idle >= MAX_IDLE_ITERATIONS:
+            raise CaptureError(
+                f"rank {self.rank}: {len(self._owed)} captures are to come, and for {self._num_idle} iterations the "
+                "model's own forward did not run in training mode; call model.train(), and the model that was given "
+                "to collect (a compiled copy may have run)"
+            )

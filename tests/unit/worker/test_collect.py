@@ -58,10 +58,15 @@ def test_target_that_needs_what_does_not_exist_again_and_again_is_an_error(tmp_p
 
 
 def test_module_that_never_runs_gives_its_places_to_others(train_plain, read_files, tmp_path):
-    """torch's attention calls its output projection's weight, never the module."""
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    run = train_plain(model, torch.randn(2, 3, 8), "mxfp8", tmp_path / "run", 14)
+    class WithSpare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear1, self.spare, self.linear2 = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.linear2(self.linear1(x))
+
+    run = train_plain(WithSpare(), torch.randn(2, 3, 8), "mxfp8", tmp_path / "run", 14)
     files = read_files(tmp_path / "run")
     assert len(files) == 14
     assert run.iteration == 2

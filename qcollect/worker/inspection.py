@@ -22,7 +22,7 @@ from qcollect.worker.model import build_empty, build_model, load_config
 from qcollect.worker.model_facts import ModelFacts, remember
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import FoundModule, find_excluded, find_modules, install
-from qcollect.worker.unserved import describe_unserved, find_unserved
+from qcollect.worker.unserved import describe_unserved, find_uncalled, find_unserved
 
 MODEL_CHECK = "model"
 
@@ -209,7 +209,7 @@ def examine_model(recipe: Recipe) -> ModelFacts:
     if checkpoint is not None and not findings:
         findings += _compare(checkpoint, files, model)
     findings += _check_length(recipe, model)
-    findings += _check_served(recipe, model)
+    findings += _check_served(recipe, model, modules)
     config: Any = model.config
     return ModelFacts(
         modules=tuple(modules),
@@ -244,8 +244,9 @@ def _check_length(recipe: Recipe, model: nn.Module) -> list[Finding]:
     ]
 
 
-def _check_served(recipe: Recipe, model: nn.Module) -> list[Finding]:
+def _check_served(recipe: Recipe, model: nn.Module, modules: Sequence[ModuleSites]) -> list[Finding]:
     unserved = find_unserved(model, QuantPolicy.from_spec(recipe.quant))
+    unserved += find_uncalled(model, {sites.module for sites in modules})
     advice = "what quant.exclude names is not told"
     return [Finding.warning(MODEL_CHECK, describe_unserved(unserved), advice)] if unserved else []
 

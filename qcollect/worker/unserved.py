@@ -1,6 +1,6 @@
 """What a model multiplies that no tap reaches: named before training, never left out in silence."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,16 +42,29 @@ def find_unserved(model: nn.Module, policy: QuantPolicy) -> list[Unserved]:
 
 
 def describe_unserved(unserved: Sequence[Unserved]) -> str:
-    """One line: by reason and class the names, with their layer index as ``*``, and how many modules these are."""
+    """One line: by reason and class the names, and how many modules these are."""
     groups: dict[tuple[str, str], list[str]] = {}
     for one in unserved:
-        name = ".".join("*" if part.isdigit() else part for part in one.name.split("."))
-        groups.setdefault((one.reason, one.class_name), []).append(name or "the model itself")
+        groups.setdefault((one.reason, one.class_name), []).append(one.name or "the model itself")
     listed = (
-        f"{', '.join(dict.fromkeys(names))} ({len(names)} {class_name}: {reason})"
-        for (reason, class_name), names in groups.items()
+        f"{summarize(names)} ({len(names)} {class_name}: {reason})" for (reason, class_name), names in groups.items()
     )
     return f"neither quantized nor captured: {'; '.join(listed)}"
+
+
+def summarize(names: Iterable[str]) -> str:
+    """Names with their layer index as ``*``, each once."""
+    starred = (".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return ", ".join(dict.fromkeys(starred))
+
+
+def find_uncalled(model: nn.Module, called: Collection[str]) -> list[Unserved]:
+    """The modules that could be tapped and that a forward, which called ``called``, did not call."""
+    return [
+        Unserved(name=f.name, class_name=type(f.module).__name__, reason="never called, its weight used otherwise")
+        for f in find_modules(model)
+        if f.name not in called
+    ]
 
 
 def _stays_in_high_precision(module: nn.Module) -> bool:
@@ -85,8 +98,8 @@ def _own_weights(module: nn.Module) -> str | None:
     if not matrices:
         return None
     if any(p.dim() > 2 for p in matrices.values()):
-        return f"weights of several experts in one tensor ({', '.join(matrices)})"
-    return f"parameters that its own forward uses ({', '.join(matrices)})"
+        return f"several experts' weights in one tensor, {', '.join(matrices)}"
+    return f"a forward of its own uses {', '.join(matrices)}"
 
 
 def _is_whole(module: nn.Module) -> bool:

@@ -335,8 +335,12 @@ def test_compiled_copy_of_the_model_gives_every_capture(tmp_path, read_files, or
         output = copy(x)
         output.sum().backward()
         assert run.step()
+        assert torch.equal(copy(x), expected)  # hooks are gone, and the copy notices
     assert torch.equal(output, expected)
     assert len(read_files(tmp_path / "run")) == 12
+    with qcollect.collect(model, "mxfp4", tmp_path / "quantized", 12):
+        assert not torch.equal(copy(x), expected)
+    assert torch.equal(copy(x), expected)
     torch._dynamo.reset()
 
 

@@ -1,6 +1,6 @@
 """The recipe's model on the meta device: its sites, without weights, data or accelerator memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,14 +221,41 @@ def examine_model(recipe: Recipe) -> ModelFacts:
 
 
 def _compare(checkpoint: Path, files: CheckpointFiles, model: Any) -> list[Finding]:
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return compare_tensors(
         checkpoint,
-        files.shapes,
-        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        _as_loaded(files.shapes, model, wanted),
+        wanted,
         tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
         prefix=str(getattr(model, "base_model_prefix", "")),
         config=model.config.to_dict(),
     )
+
+
+def _as_loaded(
+    held: Mapping[str, tuple[int, ...]], model: Any, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The files' tensors by the names transformers loads them under.
+
+    What it makes of several tensors (a layer's experts) counts with the shape the model wants: loading judges that.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    loaded = {}
+    for name, shape in held.items():
+        renamed, pattern = (name, None) if name in wanted else rename_source_key(name, renamings, converters)
+        if pattern is None:
+            loaded[renamed] = shape
+            continue
+        (converter,) = [c for c in converters if pattern in c.source_patterns]
+        first, *others = converter.target_patterns
+        for target in (renamed, *(renamed.replace(first, other) for other in others)):
+            loaded[target] = wanted.get(target, shape)
+    return loaded
 
 
 def _check_length(recipe: Recipe, model: nn.Module) -> list[Finding]:

@@ -1,7 +1,13 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are imported without their folder: for what they share
 
 
 def pytest_configure() -> None:
@@ -14,3 +20,10 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ.get("QCOLLECT_CACHE_DIR", ""), ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cache_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of compiled formats, kept from run to run: to compile one variant takes about ten seconds."""
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("compiled")) if cache is not None else tmp_path_factory.mktemp("compiled")

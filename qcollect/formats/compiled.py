@@ -9,10 +9,11 @@ into a library in the user's cache folder, and loaded from there by every later 
 a new shape nor autocast, grad mode or a number of threads compiles anything again.
 
 What inductor makes of a variant is three loop nests: the abs max of every block, the scales of all blocks, and the
-rounding, which writes to ``out`` and to nothing else. Scales are computed by the functions that ``eager`` uses.
-Rounding is written anew, since inductor has no vector instruction for looking at a float's bits: the power of two
-below a number comes from four float operations (``_leading_power``), and adding and subtracting a large number rounds.
-Inductor compiles without contraction, reassociation and flushing to zero: every operation is rounded as in ``eager``.
+rounding, which writes to ``out`` and to nothing else. Scales and random numbers are computed by the functions that
+``eager`` uses. Rounding is written anew, since inductor has no vector instruction for looking at a float's bits: the
+power of two below a number comes from four float operations (``_leading_power``), and adding and subtracting a large
+number rounds. Inductor compiles without contraction, reassociation and flushing to zero: every operation is rounded as
+in ``eager``.
 """
 
 import hashlib
@@ -24,25 +25,35 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from qcollect.formats import elements, records, scales
+from qcollect.formats import blocks, elements, random, records, scales
+from qcollect.formats.blocks import BlockSize, grouped
 from qcollect.formats.eager import Choices
-from qcollect.formats.elements import MANTISSA_WIDTH, HybridSource, limit_, magnitude_bits, round_to_element_
+from qcollect.formats.elements import (
+    MANTISSA_WIDTH,
+    HybridSource,
+    limit_,
+    magnitude_bits,
+    power_of_two,
+    round_to_element_,
+)
+from qcollect.formats.random import random_fractions
 from qcollect.formats.records import Element, QuantType, Rounding, ScaleRule
-from qcollect.formats.scales import block_scales, tensor_decode
+from qcollect.formats.scales import ROUND_TO, block_scales, tensor_decode
 
 MIN_ELEMENTS = 1 << 12  # a call takes about 0.1 ms at least, the steps of plain torch about 0.3 ms
-_ROUNDINGS: tuple[Rounding, ...] = ("nearest_even", "half_away", "hybrid")
-_MAX_EXPONENT = 64  # of an element: its numbers times 2^24 stay finite
-# Sizes that a variant is exported with. They become variables; no two are equal or a block size.
-_EXAMPLE_BLOCKS, _EXAMPLE_INNER = 1031, 517
+_MAX_EXPONENT = 64  # numbers below 2^64 stay finite when they are multiplied with 2^24
+_LARGEST = torch.finfo(torch.float32).max
+# Sizes that a variant is exported with. They become variables; no two are equal.
+_EXAMPLE_BLOCKS, _EXAMPLE_OUTER, _EXAMPLE_INNER, _EXAMPLE_TILES = 1031, 131, 517, 67
 
-Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], object]
+Kernel = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +61,7 @@ class Variant:
     """What one library is made for; sizes, strides and the number of threads are open.
 
     Args:
-        is_last: whether nothing lies inside of the axis of the blocks; True without blocks.
+        is_last: whether nothing lies inside of the axis of the blocks; True without blocks and for tiles.
         source: of hybrid rounding, else None.
         has_encode: whether the whole tensor has a scale.
     """
@@ -59,7 +70,7 @@ class Variant:
     is_last: bool
     scale_rule: ScaleRule | None
     rounding: Rounding
-    block_size: int | None
+    block_size: BlockSize | None
     saturate: bool
     source: HybridSource | None
     has_encode: bool
@@ -87,7 +98,7 @@ def prepare(
     What is already there is not made again. Processes that prepare the same at once wait for the first.
 
     Args:
-        choices: those that no variant exists for (stochastic rounding, tiles, plain casts, ...) are passed over.
+        choices: those that no variant exists for are passed over.
         dtypes: of the tensors.
         has_encode: whether the whole tensor has a scale; None: as the type is by itself.
         cache_dir: None: ``qcollect`` in the user's cache folder.
@@ -98,7 +109,7 @@ def prepare(
         for entry in choices
         if _has_variant(entry)
         for dtype in dtypes
-        for is_last in ((True, False) if entry.block_size is not None else (True,))
+        for is_last in ((True, False) if isinstance(entry.block_size, int) else (True,))
     )
     try:
         for variant in wanted:
@@ -131,21 +142,21 @@ def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with
     """
     has_encode = encode is not None
     kernel = _kernels[_variant(choices, x.dtype, is_last=_inner(x, choices) == 1, has_encode=has_encode)]
-    restore = _restore(choices, encode, with_tensor_scale=with_tensor_scale)
+    scales = (encode, _restore(choices, encode, with_tensor_scale=with_tensor_scale))
+    places = _places(x, choices) if choices.rounding == "stochastic" else (None, None, None)
     source = x.detach()
     if not source.is_contiguous():
         source = out.copy_(source)
-    size = choices.block_size
-    if not isinstance(size, int) or source.shape[choices.axis] % size == 0:
-        kernel(_as_blocks(source, choices), _as_blocks(out, choices), encode, restore)
+    sizes = _sizes(source, choices)
+    filled = [-(-length // sizes.get(dim, 1)) * sizes.get(dim, 1) for dim, length in enumerate(source.shape)]
+    if filled == list(source.shape):
+        kernel(_as_blocks(source, choices), _as_blocks(out, choices), *scales, *places)
         return
-    length = source.shape[choices.axis]
-    filled = list(source.shape)
-    filled[choices.axis] = -(-length // size) * size
     padded = source.new_zeros(filled)
-    padded.narrow(choices.axis, 0, length).copy_(source)
-    kernel(_as_blocks(padded, choices), _as_blocks(padded, choices), encode, restore)
-    out.copy_(padded.narrow(choices.axis, 0, length))
+    part = padded[tuple(slice(0, length) for length in source.shape)]
+    part.copy_(source)
+    kernel(_as_blocks(padded, choices), _as_blocks(padded, choices), *scales, *places)
+    out.copy_(part)
 
 
 def _restore(choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool) -> Tensor | None:
@@ -157,18 +168,44 @@ def _restore(choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool
     return encode if choices.block_size is None else tensor_decode(encode)
 
 
+def _places(x: Tensor, choices: Choices) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What draws follow from: the seed; where in ``x`` each part along the first dimension of ``_as_blocks`` begins,
+    and how many places the second dimension steps on (None without blocks).
+    """
+    seed = torch.tensor(choices.seed)
+    sizes = _sizes(x, choices)
+    if not sizes:
+        return seed, None, None
+    axis = min(sizes)
+    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
+    starts = torch.arange(outer).mul_(length)[:, None] + torch.arange(0, length, sizes[axis])
+    return seed, starts.mul_(inner).view(-1), torch.tensor(inner)
+
+
+def _sizes(x: Tensor, choices: Choices) -> dict[int, int]:
+    """How many elements a block has along which dimension; empty without blocks."""
+    size = choices.block_size
+    if size is None:
+        return {}
+    return {choices.axis: size} if isinstance(size, int) else {x.dim() - 2: size[0], x.dim() - 1: size[1]}
+
+
 def _inner(x: Tensor, choices: Choices) -> int:
-    """How many elements of the dense ``x`` lie inside of its axis; 1 without blocks."""
-    return 1 if choices.block_size is None else prod(x.shape[choices.axis + 1 :])
+    """How many elements of the dense ``x`` lie inside of the axis of its blocks; 1 without blocks and for tiles."""
+    return prod(x.shape[choices.axis + 1 :]) if isinstance(choices.block_size, int) else 1
 
 
 def _as_blocks(x: Tensor, choices: Choices) -> Tensor:
-    """``x`` as (elements,) without blocks, (blocks, block size), or (blocks, block size, inner)."""
-    if choices.block_size is None:
+    """``x`` as (elements,) without blocks, (blocks, block size), (blocks, block size, inner), or for tiles
+    (tiles above each other, rows of a tile, tiles side by side, columns of a tile).
+    """
+    size = choices.block_size
+    if size is None:
         return x.view(-1)
-    assert isinstance(choices.block_size, int)
+    if not isinstance(size, int):
+        return x.view(-1, size[0], x.shape[-1] // size[1], size[1])
     inner = _inner(x, choices)
-    return x.view(-1, choices.block_size) if inner == 1 else x.view(-1, choices.block_size, inner)
+    return x.view(-1, size) if inner == 1 else x.view(-1, size, inner)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -177,25 +214,17 @@ def _as_blocks(x: Tensor, choices: Choices) -> Tensor:
 
 
 def _has_variant(choices: Choices) -> bool:
-    """Whether such a choice can be compiled.
-
-    Not: tiles; random numbers, whose 64-bit products have no vector instruction; a plain cast, which is one operation
-    anyway; and steps rounded to bfloat16 in between, which inductor is free to leave out.
-    """
+    """Whether such a choice can be compiled: all of the catalog, and records in whose arithmetic nothing overflows."""
     entry, element = choices.quant_type, choices.quant_type.element
-    return (
-        element is not None
-        and not element.is_cast
-        and element.max_exponent <= _MAX_EXPONENT
-        and not isinstance(choices.block_size, tuple)
-        and choices.rounding in _ROUNDINGS
-        and not entry.micro_exponents
-        and entry.scale_arithmetic == "float32"
-    )
+    if element is None:
+        return False
+    is_wide = element.max_exponent > _MAX_EXPONENT
+    sizes = [size for size, _ in entry.micro_exponents]
+    is_nested = all(size % inside == 0 for size, inside in pairwise(sizes))
+    return is_nested and not (is_wide and (element.taper or element.min_exponent > -_MAX_EXPONENT))
 
 
 def _variant(choices: Choices, dtype: torch.dtype, *, is_last: bool, has_encode: bool | None) -> Variant:
-    assert not isinstance(choices.block_size, tuple)
     return Variant(
         quant_type=choices.quant_type,
         is_last=is_last,
@@ -216,43 +245,99 @@ class _Quantize(nn.Module):
         super().__init__()
         self.variant = variant
 
-    def forward(self, x: Tensor, out: Tensor, encode: Tensor | None, restore: Tensor | None) -> tuple[Tensor, ...]:
-        entry, element = self.variant.quant_type, self.variant.quant_type.element
-        assert element is not None
+    def forward(
+        self,
+        x: Tensor,
+        out: Tensor,
+        encode: Tensor | None,
+        restore: Tensor | None,
+        seed: Tensor | None,
+        starts: Tensor | None,
+        stride: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        entry, variant = self.variant.quant_type, self.variant
         values = x.to(torch.float32)
-        if self.variant.block_size is None:
-            values = self._round(values if encode is None else values * encode, element)
+        draws = None if seed is None else random_fractions(seed, _places_of(x, starts, stride))
+        if variant.block_size is None:
+            values = self._round(values if encode is None else values * encode, draws)
             out.copy_(values if restore is None else values / restore)
             return ()
-        assert self.variant.scale_rule is not None
+        assert variant.scale_rule is not None
         if not entry.keeps_minus_zero:
             values = values + 0.0
-        amax = values.abs().amax(1, keepdim=True)
-        block = block_scales(magnitude_bits(amax), entry, self.variant.scale_rule, encode)
-        decode = block.scale if restore is None else block.scale * restore
-        out.copy_(self._round(values * block.encode, element) * decode)
-        return block.encode, decode
+        maxima = values.abs()
+        dims = (1, 3) if isinstance(variant.block_size, tuple) else (1,)
+        if entry.micro_exponents:  # of the smallest groups first, so that memory is read once
+            maxima = grouped(maxima, 1, entry.micro_exponents[-1][0]).amax(2)
+        block = block_scales(magnitude_bits(maxima.amax(dims, keepdim=True)), entry, variant.scale_rule, encode)
+        decode = block.scale if restore is None else ROUND_TO[entry.scale_arithmetic](block.scale * restore)
+        if not entry.micro_exponents:
+            out.copy_(self._round(values * block.encode, draws) * decode)
+            return block.encode, decode
+        powers = _micro_powers(maxima * block.encode, entry)
+        # in this order: then only products with a scale are rounded
+        groups = grouped(values, 1, entry.micro_exponents[-1][0])
+        scaled = (groups * block.encode.unsqueeze(1) / powers.unsqueeze(2)).view(values.shape)
+        rounded = self._round(scaled, draws).view(groups.shape)
+        out.copy_((rounded * powers.unsqueeze(2) * decode.unsqueeze(1)).view(values.shape))
+        return block.encode, decode, powers
 
-    def _round(self, values: Tensor, element: Element) -> Tensor:
-        variant = self.variant
+    def _round(self, values: Tensor, draws: Tensor | None) -> Tensor:
+        variant, element = self.variant, self.variant.quant_type.element
+        assert element is not None
         saturate = variant.saturate or element.overflow == "saturate"
         if variant.rounding == "hybrid":
             rounded = round_to_element_(values.clone(), element, variant.rounding, source=variant.source)
             return limit_(rounded, element, saturate=saturate)
-        return _rounded(values, element, variant.rounding, saturate=saturate)
+        return _rounded(values, element, variant.rounding, draws, saturate=saturate)
 
 
-def _rounded(values: Tensor, element: Element, rounding: Rounding, *, saturate: bool) -> Tensor:
-    """``round_to_element_`` and ``limit_`` in float operations only, for nearest even and half away."""
+def _places_of(x: Tensor, starts: Tensor | None, stride: Tensor | None) -> Tensor:
+    """The place of every element in the tensor that was cut into blocks, int64 (see ``_places``)."""
+    if starts is None or stride is None:
+        return torch.arange(x.numel())
+    inside = torch.arange(prod(x.shape[2:])).view(x.shape[2:])
+    steps = (torch.arange(x.shape[1]) * stride).view(-1, *(1 for _ in inside.shape))
+    return starts.view(-1, *(1 for _ in steps.shape)) + steps + inside
+
+
+def _micro_powers(maxima: Tensor, entry: QuantType) -> Tensor:
+    """What each smallest group inside a block is multiplied with for its exponents.
+
+    Args:
+        maxima: scaled abs max of the smallest groups, (blocks, groups) or (blocks, groups, inner).
+    """
+    powers, smallest = torch.ones_like(maxima), entry.micro_exponents[-1][0]
+    for size, threshold in entry.micro_exponents:
+        groups = grouped(maxima, 1, size // smallest)
+        steps = power_of_two((groups.amax(2, keepdim=True) >= threshold).to(torch.int32))
+        maxima = (groups / steps).view(maxima.shape)
+        powers = (grouped(powers, 1, size // smallest) * steps).view(maxima.shape)
+    return powers
+
+
+def _rounded(values: Tensor, element: Element, rounding: Rounding, draws: Tensor | None, *, saturate: bool) -> Tensor:
+    """``round_to_element_`` and ``limit_`` in float operations only, but for hybrid rounding."""
     # the maximum is itself a value; beyond it, a number that is rounded to something beyond it will do for all
-    top = element.max_value if saturate else 2.0 ** (element.max_exponent + 2)
-    magnitude = values.abs().clamp_max(top)
+    top = element.max_value if saturate else min(2.0 ** (element.max_exponent + 2), _LARGEST)
+    magnitude, is_large = values.abs().clamp_max(top), None
+    if element.max_exponent > _MAX_EXPONENT:  # the larger ones as if all exponents were less
+        is_large = magnitude > 1.0
+        magnitude = torch.where(is_large, magnitude * 2.0**-_MAX_EXPONENT, magnitude)
     spacing = _spacing(magnitude, element)
-    large = spacing * 2.0**MANTISSA_WIDTH  # a sum with it has no room for less than the spacing
-    rounded = (magnitude + large) - large
+    if rounding == "stochastic":
+        assert draws is not None
+        steps = magnitude / spacing
+        whole = steps.floor()
+        rounded = torch.where(draws < steps - whole, whole + 1.0, whole) * spacing
+    else:
+        large = spacing * 2.0**MANTISSA_WIDTH  # a sum with it has no room for less than the spacing
+        rounded = (magnitude + large) - large
     if rounding == "half_away":
         is_down_from_half = (magnitude - rounded) == spacing * 0.5
         rounded = torch.where(is_down_from_half, rounded + spacing, rounded)
+    if is_large is not None:
+        rounded = torch.where(is_large, rounded * 2.0**_MAX_EXPONENT, rounded)
     if not saturate:
         rounded = torch.where(rounded > element.max_value, inf, rounded)
     rounded = torch.copysign(rounded, values)
@@ -304,21 +389,13 @@ def _load(path: Path) -> Kernel:
 
 
 def _compile(variant: Variant, path: Path) -> None:
-    example = _example(variant)
-    sizes = dict.fromkeys((0, 2) if example.dim() == 3 else (0,), torch.export.Dim.AUTO)
-    # two tensors: one handed in twice would be taken for one argument
-    encode, restore = (torch.ones(()), torch.ones(())) if variant.has_encode else (None, None)
-    scalar_sizes: dict[int, object] | None = {} if variant.has_encode else None
+    arguments, open_sizes = _example(variant)
     handle, name = tempfile.mkstemp(suffix=".pt2", dir=path.parent)
     os.close(handle)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore", FutureWarning)
-            program = torch.export.export(
-                _Quantize(variant),
-                (example, torch.empty_like(example), encode, restore),
-                dynamic_shapes=(sizes, sizes, scalar_sizes, scalar_sizes),
-            )
+            program = torch.export.export(_Quantize(variant), arguments, dynamic_shapes=open_sizes)
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=name,
@@ -326,6 +403,8 @@ def _compile(variant: Variant, path: Path) -> None:
                     "cpp.dynamic_threads": True,
                     "cpp.enable_floating_point_contract_flag": "off",
                     "cpp.enable_unsafe_math_opt_flag": False,
+                    # abs max of four elements each is kept for those of larger groups
+                    "realize_reads_threshold": 3,
                 },
             )
         Path(name).replace(path)  # another process sees all of it or nothing
@@ -333,12 +412,29 @@ def _compile(variant: Variant, path: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _example(variant: Variant) -> Tensor:
-    if variant.block_size is None:
-        return torch.ones(_EXAMPLE_BLOCKS * _EXAMPLE_INNER, dtype=variant.dtype)
-    if variant.is_last:
-        return torch.ones(_EXAMPLE_BLOCKS, variant.block_size, dtype=variant.dtype)
-    return torch.ones(_EXAMPLE_BLOCKS // 8, variant.block_size, _EXAMPLE_INNER, dtype=variant.dtype)
+def _example(variant: Variant) -> tuple[tuple[Tensor | None, ...], tuple[dict[int, object] | None, ...]]:
+    """Arguments of a variant's graph, and which of their sizes are open."""
+    size = variant.block_size
+    if size is None:
+        shape: tuple[int, ...] = (_EXAMPLE_BLOCKS * _EXAMPLE_INNER,)
+    elif isinstance(size, tuple):
+        shape = (_EXAMPLE_OUTER, size[0], _EXAMPLE_TILES, size[1])
+    else:
+        shape = (_EXAMPLE_BLOCKS, size) if variant.is_last else (_EXAMPLE_OUTER, size, _EXAMPLE_INNER)
+    # two of everything: one handed in twice would be taken for one argument
+    x, out = torch.empty(shape, dtype=variant.dtype), torch.empty(shape, dtype=variant.dtype)
+    encode, restore = (torch.ones(()), torch.ones(())) if variant.has_encode else (None, None)
+    seed = starts = stride = None
+    if variant.rounding == "stochastic":
+        seed = torch.tensor(0)
+        if size is not None:
+            starts, stride = torch.zeros(shape[:1], dtype=torch.int64), torch.tensor(1)
+    arguments = (x, out, encode, restore, seed, starts, stride)
+    blocked: dict[int, object] = dict.fromkeys(range(0, len(shape), 2), torch.export.Dim.AUTO)
+    sizes: tuple[dict[int, object], ...] = (blocked, blocked, {}, {}, {}, {0: torch.export.Dim.AUTO}, {})
+    return arguments, tuple(
+        None if argument is None else found for argument, found in zip(arguments, sizes, strict=True)
+    )
 
 
 @contextmanager
@@ -354,9 +450,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _digest(variant: Variant) -> str:
     """Names all that a library follows from: the variant, the code it was traced from, torch, and the processor."""
-    code = (records, elements, scales, _Quantize, _rounded, _spacing, _leading_power, _example, _compile)
+    modules = (blocks, elements, random, records, scales)
+    functions = (_places_of, _micro_powers, _rounded, _spacing, _leading_power, _example, _compile)
     parts = [repr(variant), torch.__version__, platform.machine(), _processor()]
-    parts += [inspect.getsource(part) for part in code]
+    parts += [inspect.getsource(part) for part in (*modules, _Quantize, *functions)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -22,8 +22,8 @@ def seed_of(*parts: object) -> int:
     return xxhash.xxh3_64_intdigest("\x1f".join(str(part) for part in parts).encode()) >> 1
 
 
-def random_bits(seed: int, index: Tensor) -> Tensor:
-    """32 random bits for each index (int64, not negative), as int64 in [0, 2^32)."""
+def random_bits(seed: int | Tensor, index: Tensor) -> Tensor:
+    """32 random bits for each index (int64, not negative), as int64 in [0, 2^32); ``seed`` may be 0-dim int64."""
     counter = [index & _MASK, index >> 32, torch.zeros_like(index), torch.zeros_like(index)]
     key = [seed & _MASK, (seed >> 32) & _MASK]
     for _ in range(_ROUNDS):
@@ -39,7 +39,7 @@ def random_bits(seed: int, index: Tensor) -> Tensor:
     return counter[0]
 
 
-def random_fractions(seed: int, index: Tensor) -> Tensor:
+def random_fractions(seed: int | Tensor, index: Tensor) -> Tensor:
     """Uniform in [0, 1) for each index: float32, multiples of 2^-24."""
     return (random_bits(seed, index) >> (32 - _FRACTION_BITS)).to(torch.float32) * 2.0**-_FRACTION_BITS
 

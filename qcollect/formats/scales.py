@@ -83,7 +83,7 @@ def _nearest_scales(
 
     **Source:** arXiv 2509.25149 appendix B and TransformerEngine's reference (nvfp4); arXiv 2602.11287 (hif4).
     """
-    step = _ROUND_TO[quant_type.scale_arithmetic]
+    step = ROUND_TO[quant_type.scale_arithmetic]
     factor = step(torch.full((), 1.0 / quant_type.max_element, device=amax.device))
     if tensor_encode is not None:
         factor = step(tensor_encode * factor)
@@ -91,6 +91,13 @@ def _nearest_scales(
     decode = scale if tensor_encode is None else step(scale * tensor_decode(tensor_encode))
     encode = step(decode.reciprocal()).clamp_max(_LARGEST)
     return BlockScales(scale=scale, encode=encode, decode=decode)
+
+
+def _to_bfloat16(values: Tensor) -> Tensor:
+    """``values`` to the nearest bfloat16, ties to even, in float32, by their bits: a compiler may leave out casts."""
+    bits = values.view(torch.int32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded)
 
 
 def round_scale(values: Tensor, scale_format: ScaleFormat) -> Tensor:
@@ -163,7 +170,7 @@ CARRY: Mapping[ScaleRule, Callable[[Element], int]] = {
     "even": lambda element: 1 << (MANTISSA_WIDTH - 1 - element.mantissa_bits),
     "rceil": lambda element: MANTISSA_MASK - int((element.max_mantissa - 1) * (MANTISSA_MASK + 1)),
 }
-_ROUND_TO: Mapping[str, Callable[[Tensor], Tensor]] = {
+ROUND_TO: Mapping[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda values: values,
-    "bfloat16": lambda values: values.to(torch.bfloat16).to(torch.float32),
+    "bfloat16": _to_bfloat16,
 }

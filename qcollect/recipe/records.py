@@ -155,6 +155,10 @@ class CaptureSpec:
         values: ``original``, ``quantized`` or ``both``.
         mode: ``tensors``.
         layout: ``flat`` (all files in one folder) or ``by_iteration``.
+        host_memory_gb: for values that wait to be written, of all ranks of a host, in 10^9 bytes; None: what an
+            iteration's captures need, at most a quarter of what is free.
+        durability: what is synced to the disk itself: ``none``, every ``file``, or ``all`` (the manifests, too).
+        on_error: what a capture that cannot be written does to the training: ``stop`` or ``continue``.
     """
 
     target: int = 50
@@ -171,6 +175,9 @@ class CaptureSpec:
     values: str = "original"
     mode: str = "tensors"
     layout: str = "flat"
+    host_memory_gb: float | None = None
+    durability: str = "none"
+    on_error: str = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

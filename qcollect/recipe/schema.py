@@ -235,6 +235,9 @@ class CaptureModel(Section):
     values: Literal["original", "quantized", "both"] = "original"
     mode: Annotated[Literal["tensors"], BeforeValidator(_served_mode)] = "tensors"
     layout: Literal["flat", "by_iteration"] = "flat"
+    host_memory_gb: Annotated[f.Real, Field(gt=0)] | None = _CAPTURE.host_memory_gb
+    durability: Literal["none", "file", "all"] = "none"
+    on_error: Literal["stop", "continue"] = "stop"
 
 
 class LaunchModel(Section):

@@ -7,6 +7,7 @@ It appears under its final name whole or not at all.
 
 import math
 import os
+import pickle
 import shutil
 import uuid
 from collections.abc import Callable
@@ -19,9 +20,11 @@ import xxhash
 
 from qcollect.errors import CaptureError
 from qcollect.paths import temporary_path
-from qcollect.store.files import rename_new
+from qcollect.store.files import rename_new, sync_folder
+from qcollect.store.summary import describe, summarize
 
 METADATA_SCHEMA = 1
+_ALIGNMENT = 64  # torch's own: bytes between starts of tensors in a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,9 @@ class _HashingFile:
         self._file.flush()
 
 
-def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], metadata: dict[str, Any]) -> StoredFile:
+def save_capture(
+    path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], metadata: dict[str, Any], *, durable: bool = False
+) -> StoredFile:
     """Write one capture; never replaces an existing file.
 
     Args:
@@ -66,6 +71,7 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         tensor: dense CPU tensor that owns its storage.
         tensor_info: as ``describe_tensor`` gives it.
         metadata: plain values (``plain``).
+        durable: the file and its name are on the disk itself when this returns.
 
     Raises:
         FileExistsError: the name is taken.
@@ -76,8 +82,13 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
     try:
         with temporary.open("xb") as file:
             hashing = _HashingFile(file)
-            torch.save({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, hashing)  # type: ignore[arg-type]
+            _write_archive({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, hashing)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         rename_new(temporary, path)
+        if durable:
+            sync_folder(path.parent)
     except FileExistsError:
         temporary.unlink(missing_ok=True)
         raise
@@ -88,6 +99,23 @@ def save_capture(path: Path, tensor: torch.Tensor, tensor_info: dict[str, Any], 
         temporary.unlink(missing_ok=True)
         raise
     return StoredFile(path=path, num_bytes=hashing.num_bytes, xxh3_128=hashing.hash.hexdigest())
+
+
+def _write_archive(content: dict[str, Any], file: _HashingFile) -> None:
+    """``torch.save`` without its CRC, which the hash of the file makes superfluous, and costs as much as the writing.
+
+    The switch that torch has for it is the whole process's, and users' own checkpoints keep theirs: hence its
+    writer, and the function behind ``torch.save``, by themselves.
+    """
+    try:
+        writer = torch._C.PyTorchFileWriter(file, False, _ALIGNMENT)  # type: ignore[call-overload]
+        write: Any = torch.serialization._save
+    except (AttributeError, TypeError):  # another torch
+        torch.save(content, file)  # type: ignore[arg-type]
+        return
+    write(content, writer, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    writer.write_end_of_file()
+    file.flush()
 
 
 def write_failure(path: Path, cause: Exception) -> CaptureError:
@@ -143,54 +171,21 @@ def _no_capture(path: Path | str) -> CaptureError:
 
 
 def describe_tensor(tensor: torch.Tensor, source: torch.Tensor | None = None) -> dict[str, Any]:
-    """``tensor_info``: shape, dtype, device and statistics of a tensor.
-
-    Statistics are over finite values, accumulated in float64; ``std`` is the population's. They
-    are None without a finite value (``min_nonzero_abs`` also without a nonzero one). For bool,
-    integer and complex tensors (complex by magnitude) the same holds.
+    """``tensor_info``: shape, dtype, device and statistics of a tensor. Their rules are those of ``summary.describe``.
 
     Args:
         tensor: any shape, dtype and device; values are read here.
         source: the tensor as the network holds it, whose device, ``requires_grad`` and ``is_leaf`` are recorded.
     """
     source = tensor if source is None else source
-    values = (tensor.abs() if tensor.is_complex() else tensor).detach().flatten().to(torch.float64)
-    finite_mask = torch.isfinite(values)
-    num_nan = int(torch.isnan(values).sum())
-    finite = values if bool(finite_mask.all()) else values[finite_mask]
-    return {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype),
-        "device": str(source.device),
-        "requires_grad": bool(source.requires_grad),
-        "is_leaf": bool(source.is_leaf),
-        **_statistics(finite),
-        "num_nan": num_nan,
-        "num_inf": values.numel() - finite.numel() - num_nan,
-        "num_zero": int((finite == 0).sum()),
-    }
-
-
-def _statistics(finite: torch.Tensor) -> dict[str, float | None]:
-    names = ("min", "max", "mean", "std", "abs_max", "rms", "min_nonzero_abs")
-    if finite.numel() == 0:
-        return dict.fromkeys(names)
-    magnitudes = finite.abs()
-    nonzero = magnitudes[magnitudes > 0]
-    mean = finite.mean()
-    numbers = torch.stack(
-        [
-            finite.min(),
-            finite.max(),
-            mean,
-            (finite - mean).square().mean().sqrt(),
-            magnitudes.max(),
-            finite.square().mean().sqrt(),
-            nonzero.min() if nonzero.numel() else torch.full_like(mean, math.nan),
-        ]
-    ).tolist()
-    # an overflow of the square, or a tensor without a nonzero value, has no number to report
-    return {name: value if math.isfinite(value) else None for name, value in zip(names, numbers, strict=True)}
+    return describe(
+        summarize(tensor).cpu(),
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        device=source.device,
+        requires_grad=source.requires_grad,
+        is_leaf=source.is_leaf,
+    )
 
 
 _CONVERSIONS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (

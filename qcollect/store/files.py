@@ -71,6 +71,17 @@ def rename_new(source: Path, target: Path) -> None:
         source.unlink()
 
 
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on the disk itself when this returns; nothing where folders cannot be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[bool]:
     """Take turns with others who lock the folder; False where there are no such locks.
@@ -95,8 +106,11 @@ def locked_folder(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
+def append_line(path: Path, record: dict[str, Any], *, durable: bool = False) -> None:
     """Append ``record`` as one JSON line. A file has one writer; a torn tail it finds is dropped first.
+
+    Args:
+        durable: the line is on the disk itself when this returns.
 
     Raises:
         ValueError: a number is NaN or Inf.
@@ -110,6 +124,8 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
             written = os.write(file, line)
             while written < len(line):  # the disk ran full inside the line: the rest raises, or fits by now
                 written += os.write(file, line[written:])
+            if durable:
+                os.fsync(file)
         except OSError:
             os.ftruncate(file, end)
             raise

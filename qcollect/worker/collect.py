@@ -29,6 +29,7 @@ from qcollect.worker.collector import (
     refuse_compiled,
     seat,
 )
+from qcollect.worker.engine import EngineSettings
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, named_modules, unwrap
 from qcollect.worker.state import detect_rank
@@ -141,6 +142,7 @@ def collect(
             rank=rank,
             loss_scale=loss_scale,
             by_iteration=capture.layout == "by_iteration",
+            engine=EngineSettings.of(capture),
             enabled=enabled,
         ),
         group,
@@ -159,6 +161,7 @@ def settings_of_plan(plan: Plan) -> CollectorSettings:
         rank=rank,
         loss_scale=plan.recipe.train.loss_scale,
         by_iteration=plan.recipe.capture.layout == "by_iteration",
+        engine=EngineSettings.of(plan.recipe.capture),
         is_planned=True,
         enabled=saving_enabled(),
         max_bytes=plan.recipe.launch.max_bytes,

@@ -4,8 +4,9 @@ import ctypes
 import os
 import time
 import warnings
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,13 +23,15 @@ from qcollect.plan.devices import RankDevice
 from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
 from qcollect.plan.stop import StopCause, read_stop, request_stop
 from qcollect.vocab import RankInfo
+from qcollect.worker.engine import CaptureEngine, EngineSettings
 from qcollect.worker.frame import Frame, Moment, TakenCapture, Wanted, want_key
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
-from qcollect.worker.saver import Observation, Saver
+from qcollect.worker.saver import Observation, Saver, Source, fix_value
 from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sites import Taps, install, unwrap
+from qcollect.worker.staging import held_bytes
 from qcollect.worker.state import STATE
 
 
@@ -52,6 +55,7 @@ class CollectorSettings:
     enabled: bool = True
     max_bytes: int | None = None
     device: RankDevice | None = None
+    engine: EngineSettings = field(default_factory=EngineSettings)
 
 
 class Collector:
@@ -67,8 +71,13 @@ class Collector:
         self.seat = seat(settings.rank)
         self.cuts = settings.schedule.cuts[self.seat] if settings.enabled else ()
         self.saver = Saver(
-            settings.run_dir, run_id=settings.run_id, by_iteration=settings.by_iteration, device=settings.device
+            settings.run_dir,
+            run_id=settings.run_id,
+            by_iteration=settings.by_iteration,
+            device=settings.device,
+            durability=settings.engine.durability,
         )
+        self.engine: CaptureEngine | None = None
         self.paths = RunPaths(settings.run_dir.absolute())
         self.share = sum(cut.count for cut in self.cuts)
         # under the launcher a folder with captures is one whose run is resumed
@@ -80,7 +89,10 @@ class Collector:
         self.micro_batch = -1
         self.frame: Frame | None = None
         self._num_sequences = 0
-        self._num_saved_before = 0
+        self._num_taken = 0
+        self._num_taken_before = 0
+        self._num_bytes_taken = 0
+        self._held: list[tuple[torch.Tensor, Observation, int, Source]] = []
         self._shortfall = Shortfall(
             rank=self.rank.rank,
             captures=settings.schedule.captures,
@@ -106,6 +118,8 @@ class Collector:
         parameter = next(self.model.parameters(), None)
         if parameter is not None and parameter.device.type == "cpu":
             self.settings.policy.prepare(parameter.dtype)
+        if not self.is_complete and self.settings.enabled:
+            self._start_engine(torch.device("cpu") if parameter is None else parameter.device)
         self._taps = install(self.model, self.settings.policy, lambda: self.frame, lambda: self._moment)
         begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
         watch = torch.compiler.disable(self._watch_backward)  # type: ignore[no-untyped-call]
@@ -121,6 +135,8 @@ class Collector:
     ) -> None:
         self._remove_hooks()
         self._taps.remove()
+        self._frames.clear()
+        self._finish_engine(raises=kind is None)
         if kind is None:
             if self.settings.is_planned and not self._is_stopped:
                 self._announce_end()
@@ -137,6 +153,43 @@ class Collector:
         self._taps.remove_idle()
         if not self.settings.policy.is_stochastic:  # whose draws follow the micro-batch
             self._remove_hooks()
+
+    def _start_engine(self, device: torch.device) -> None:
+        self.engine = CaptureEngine(
+            self.saver,
+            self.settings.engine,
+            device=device,
+            needed_bytes=self._most_bytes_of_an_iteration(),
+            num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
+
+    def _finish_engine(self, *, raises: bool) -> None:
+        """Write what is taken; then neither threads nor memory are held any longer."""
+        engine, self.engine = self.engine, None
+        if engine is None:
+            return
+        engine.close()
+        self.progress.update(
+            captured=self._num_written, num_bytes=self.saver.num_bytes, waited_s=engine.waited_s, force=True
+        )
+        if engine.num_missing:
+            warnings.warn(
+                f"qcollect: rank {self.rank.rank}: {engine.num_missing} captures could not be written; the first: "
+                f"{engine.first_missing}",
+                stacklevel=4,
+            )
+        if raises:
+            engine.check()
+
+    def _most_bytes_of_an_iteration(self) -> int:
+        """In host memory; 0: not known."""
+        sizes = [capture.num_bytes for capture in self.settings.schedule.captures]
+        if not all(sizes):
+            return 0
+        of_iteration: Counter[int] = Counter()
+        for cut in self.cuts:
+            of_iteration[cut.iteration] += sum(held_bytes(size) for size in sizes[: cut.count])
+        return max(of_iteration.values(), default=0)
 
     def _refuse_surplus(self) -> None:
         if len(self.kept) > self.share and self.settings.enabled:
@@ -172,6 +225,8 @@ class Collector:
         self._moment = self.iteration, self.micro_batch
         if self._is_stopped:
             return
+        if self.engine is not None:
+            self.engine.forget()
         tokens = _tokens(args, kwargs)
         num_samples = tokens.shape[0] if tokens is not None and tokens.dim() > 1 else 1
         tracked_sample = self._first_sample + self._num_sequences * self.rank.world_size + self.seat * num_samples
@@ -242,6 +297,7 @@ class Collector:
         key = key_of(planned, frame, self.rank.rank)
         if key in self.kept.to_compare:
             self.kept.compare(key, taken.tensor)
+            self._submit_held()
             return
         seen = Observation(
             layer_type=planned.layer_type,
@@ -267,8 +323,21 @@ class Collector:
             token_hash=frame.token_hash,
             sharding=taken.sharding,
         )
-        self.saver.save(taken.tensor, seen, taken.counter)
-        self.progress.update(captured=self.num_captured, num_bytes=self.saver.num_bytes)
+        if self.kept.is_proven(frame.iteration):
+            self._submit(taken.tensor, seen, taken.counter, Source.of(taken.tensor))
+        else:  # the few that a killed run had not finished before the one that is compared
+            self._held.append((fix_value(taken.tensor), seen, taken.counter, Source.of(taken.tensor)))
+
+    def _submit_held(self) -> None:
+        held, self._held = self._held, []
+        for tensor, seen, counter, source in held:
+            self._submit(tensor, seen, counter, source)
+
+    def _submit(self, tensor: torch.Tensor, seen: Observation, counter: int, source: Source) -> None:
+        assert self.engine is not None  # there is something to capture
+        self.engine.submit(tensor, seen, counter, source=source)
+        self._num_taken, self._num_bytes_taken = self.engine.num_taken, self.engine.num_bytes_taken
+        self.progress.update(captured=self._num_written, num_bytes=self.saver.num_bytes)
 
     # ---- iterations ----------------------------------------------------------------------------
 
@@ -278,6 +347,11 @@ class Collector:
 
     @property
     def num_captured(self) -> int:
+        """Captures taken; the last of them may not be on disk yet."""
+        return len(self.kept) + self._num_taken
+
+    @property
+    def _num_written(self) -> int:
         return len(self.kept) + self.saver.num_saved
 
     @property
@@ -307,7 +381,7 @@ class Collector:
         if self._is_stopped:
             self._advance(metrics.get("loss"))
             return True
-        num_taken = self.saver.num_saved - self._num_saved_before
+        num_taken = self._num_taken - self._num_taken_before
         unstarted = [c for c in self._cuts_of_iteration() if c.micro_batch > self.micro_batch]
         self._shortfall.settle(
             self._frames,
@@ -315,13 +389,19 @@ class Collector:
             iteration=self.iteration,
             num_taken=num_taken,
         )
-        self._num_saved_before = self.saver.num_saved
+        self._num_taken_before = self._num_taken
         self._advance(metrics.get("loss"))
+        if self.engine is not None:
+            self.engine.forget()
+            self.engine.check()
+            if self.is_complete:  # the others may not be
+                self._finish_engine(raises=True)
         stop = self._vote(stop=self.paths.stop_path.exists())
         if stop:
             self._is_stopped = True
             self._leave_capturing()
             self.progress.update(state="draining", force=True)
+            self._finish_engine(raises=True)
         return stop
 
     def _advance(self, loss: float | None) -> None:
@@ -329,6 +409,8 @@ class Collector:
         self.micro_batch = -1
         self._moment = self.iteration, self.micro_batch
         self.frame = None
+        for frame in self._frames:
+            frame.wanted.clear()  # what a later backward gives was settled as missing
         self._frames.clear()
         STATE.track(iteration=self.iteration, micro_batch=0)
         self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=loss)
@@ -365,7 +447,7 @@ class Collector:
         sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.settings.schedule.captures]
         ahead = [cut for cut in self.cuts if cut.iteration >= self.iteration - self.first_iteration]
         following = [cut for cut in ahead if cut.iteration == ahead[0].iteration]
-        return self.kept.num_bytes + self.saver.num_bytes + sum(sum(sizes[: cut.count]) for cut in following)
+        return self.kept.num_bytes + self._num_bytes_taken + sum(sum(sizes[: cut.count]) for cut in following)
 
 
 def seat(rank: RankInfo) -> int:

@@ -32,6 +32,7 @@ class ProgressReporter:
     captured: int = 0
     num_bytes: int = 0
     loss: float | None = None
+    waited_s: float = 0.0
     _written_at: float = 0.0
     _timer: threading.Timer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -77,6 +78,7 @@ class ProgressReporter:
             "share": self.share,
             "bytes": self.num_bytes,
             "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
+            "waited_s": self.waited_s,
             "device": self.device,
             "updated_at": now,
         }

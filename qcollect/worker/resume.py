@@ -6,7 +6,7 @@ that captures of two different trainings never end up in one folder.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ class Kept:
     files: dict[CaptureKey, str]
     to_compare: frozenset[CaptureKey]
     num_bytes: int
+    compared: set[CaptureKey] = field(default_factory=set)
 
     @classmethod
     def of(cls, run_dir: Path, records: Sequence[ManifestRecord]) -> "Kept":
@@ -45,6 +46,10 @@ class Kept:
         """Whether a capture is still to be seen: it is not there, or is to be compared."""
         return key not in self.files or key in self.to_compare
 
+    def is_proven(self, iteration: int) -> bool:
+        """Whether no comparison of an iteration is outstanding."""
+        return not any(key.iteration == iteration for key in self.to_compare - self.compared)
+
     def compare(self, key: CaptureKey, tensor: torch.Tensor) -> None:
         """Nothing, if ``tensor`` (any device) is what the file of ``key`` holds, bit for bit.
 
@@ -54,6 +59,7 @@ class Kept:
         path = self.run_dir / self.files[key]
         stored, computed = load_capture(path)["tensor"], fix_value(tensor)
         if _is_same(stored, computed):
+            self.compared.add(key)
             return
         raise CaptureError(
             f"rank {key.rank}, iteration {key.iteration}: {key.module} {key.tensor_name}, computed again to resume the "

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,15 +17,13 @@ from qcollect.plan.devices import RankDevice
 from qcollect.store.capture import (
     METADATA_SCHEMA,
     StoredFile,
-    describe_tensor,
     plain,
     save_capture,
     write_failure,
 )
 from qcollect.store.files import append_line
+from qcollect.store.summary import describe, summarize
 from qcollect.vocab import COMPONENTS, CaptureName, LayerType, RankInfo, Values
-
-WITHOUT_FLOAT64 = frozenset({"mps"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +73,21 @@ def fix_value(tensor: torch.Tensor) -> torch.Tensor:
     return fixed.copy_(value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is recorded of a tensor as the network holds it."""
+
+    device: str
+    requires_grad: bool
+    is_leaf: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Source":
+        return cls(device=str(tensor.device), requires_grad=tensor.requires_grad, is_leaf=tensor.is_leaf)
+
+
 class Saver:
-    """Writes this rank's captures below one run folder."""
+    """Writes this rank's captures below one run folder; any thread may."""
 
     def __init__(
         self,
@@ -84,18 +96,21 @@ class Saver:
         run_id: str,
         by_iteration: bool = False,
         device: RankDevice | None = None,
+        durability: str = "none",
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.paths = RunPaths(run_dir.absolute())
         self.run_id = run_id
         self.by_iteration = by_iteration
         self.device = _describe_device(device)
+        self.durability = durability
         self.clock = clock
         self.num_saved = 0
         self.num_bytes = 0
+        self._lock = threading.Lock()
 
     def save(self, tensor: torch.Tensor, seen: Observation, counter: int | None = None) -> Path:
-        """Write one capture and its manifest line.
+        """Write one capture and its manifest line, now.
 
         Args:
             tensor: any device; its value is copied before this returns.
@@ -109,15 +124,36 @@ class Saver:
             CaptureError: it could not be written; nothing is left under its name.
         """
         value = fix_value(tensor)
-        # statistics where the tensor is: on an accelerator they are done before the copy has arrived
-        is_readable = tensor.layout == torch.strided and tensor.device.type not in WITHOUT_FLOAT64
-        tensor_info = describe_tensor(tensor if is_readable else value, source=tensor)
-        now = self.clock()
+        summary = summarize(value).tolist()
+        return self.write(value, summary, Source.of(tensor), seen, counter, self.clock())
+
+    def write(
+        self,
+        value: torch.Tensor,
+        summary: Sequence[float],
+        source: Source,
+        seen: Observation,
+        counter: int | None,
+        now: datetime,
+    ) -> Path:
+        """``save`` for a value that is fixed: dense, on the CPU, in storage of its own, with its statistics.
+
+        Args:
+            summary: as ``store.summary`` gives it.
+            source: the tensor it is the value of.
+            now: when it was seen.
+        """
+        tensor_info = describe(
+            summary,
+            shape=value.shape,
+            dtype=value.dtype,
+            device=source.device,
+            requires_grad=source.requires_grad,
+            is_leaf=source.is_leaf,
+        )
         metadata = _metadata(seen, self.run_id, self.device, now)
         path, stored = self._write(value, tensor_info, metadata, seen, counter, now)
         self._list(stored, seen.rank.rank, tensor_info, metadata)
-        self.num_saved += 1
-        self.num_bytes += stored.num_bytes
         if os.environ.get("QCOLLECT_LOG") == "debug":
             _print_save(path, seen)
         return path
@@ -137,7 +173,7 @@ class Saver:
             path = self.paths.capture_path(name, iteration=seen.iteration, by_iteration=self.by_iteration)
             _make_folder(path.parent)
             try:
-                return path, save_capture(path, value, tensor_info, metadata)
+                return path, save_capture(path, value, tensor_info, metadata, durable=self.durability != "none")
             except FileExistsError:
                 if counter is not None:
                     raise CaptureError(f"{path}: exists already; nothing was overwritten") from None
@@ -153,8 +189,11 @@ class Saver:
             "tensor_info": tensor_info,
         }
         try:
-            manifest.parent.mkdir(parents=True, exist_ok=True)
-            append_line(manifest, line)
+            with self._lock:
+                manifest.parent.mkdir(parents=True, exist_ok=True)
+                append_line(manifest, line, durable=self.durability == "all")
+                self.num_saved += 1
+                self.num_bytes += stored.num_bytes
         except OSError as error:
             stored.path.unlink(missing_ok=True)  # a capture is its file and its line, or nothing
             raise write_failure(manifest, error) from error

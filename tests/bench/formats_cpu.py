@@ -4,9 +4,11 @@
     python tests/bench/formats_cpu.py --torchao PYTHON --quark PYTHON --json FILE
 
 PYTHON is that of an environment with torchao (its mx_tensor, eager), or amd-quark (its C++, compiled when it is first
-used, which takes a minute). Each library runs in a process of its own and waits while the others work. In every round
-each of them quantizes one tensor, the next of six, so that load on the machine falls on all alike and no cache holds
-the input. Ratios are of medians. Nothing fails because of a time; what a library cannot do is skipped with a reason.
+used, which takes a minute). What is timed here is the public call, ``fake_quantize(..., out=out)``, with the abs max of
+types that need one, once its parts have been compiled. Each library runs in a process of its own and waits while the
+others work. In every round each of them quantizes one tensor, the next of six, so that load on the machine falls on all
+alike and no cache holds the input. Ratios are of medians. Nothing fails because of a time; what a library cannot do is
+skipped with a reason.
 """
 
 import argparse
@@ -23,7 +25,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_INPUTS = 6
-TYPES = ("mxfp8", "mxfp4", "hifp8", "nvfp4")
+TYPES = ("mxfp8", "mxfp4", "hifp8", "nvfp4", "fp8_e4m3", "hif4", "bf16")
+# Beside each type as it is: (type, settings), along the last axis.
+OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("mxfp8", {"block_size": (32, 32)}),
+    ("nvfp4", {"block_size": (16, 16)}),
+    ("mxfp8", {"rounding": "stochastic", "seed": 1}),
+)
+SLOW_STEPS = "stochastic"  # in plain torch: seconds, which are not waited for in every round
 # What the libraries call the elements of the types they have.
 ELEMENTS = {"torchao": {"mxfp8": "float8_e4m3fn", "mxfp4": "float4"}, "quark": {"mxfp8": "fp8_e4m3", "mxfp4": "fp4"}}
 LIMITS = {"copy": 4.0, "quark": 0.4, "torchao": 0.2}
@@ -31,12 +40,13 @@ LIMITS = {"copy": 4.0, "quark": 0.4, "torchao": 0.2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One type along one axis; medians in milliseconds, None where there is nothing to measure."""
+    """One type along one axis; medians in milliseconds, None where nothing is measured."""
 
     quant_type: str
     axis: int
+    settings: dict[str, Any]
     copy_ms: float
-    eager_ms: float
+    eager_ms: float | None
     compiled_ms: float
     torchao_ms: float | None
     quark_ms: float | None
@@ -58,10 +68,9 @@ def main() -> None:
     prepare_s = prepare(arguments)
     peers = {name: start_peer(name, getattr(arguments, name), arguments) for name in ELEMENTS}
     rows = []
-    for quant_type in arguments.types:
-        for axis in (-1, 0):
-            rows.append(measure(quant_type, axis, peers, arguments))
-            print_row(rows[-1])
+    for quant_type, axis, settings in cases(arguments):
+        rows.append(measure(quant_type, axis, settings, peers, arguments))
+        print_row(rows[-1])
     if arguments.json:
         facts = {
             "cpu": processor(),
@@ -73,6 +82,11 @@ def main() -> None:
             "rows": [asdict(row) | {"ratios": row.ratios()} for row in rows],
         }
         arguments.json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def cases(arguments: argparse.Namespace) -> list[tuple[str, int, dict[str, Any]]]:
+    plain: list[tuple[str, int, dict[str, Any]]] = [(name, axis, {}) for name in arguments.types for axis in (-1, 0)]
+    return plain + [(name, -1, settings) for name, settings in OTHERS if name in arguments.types]
 
 
 def parse() -> argparse.Namespace:
@@ -101,7 +115,7 @@ def prepare(arguments: argparse.Namespace) -> float:
     from qcollect.formats import compiled
 
     start_s = time.perf_counter()
-    choices = [choices_of(quant_type, axis) for quant_type in arguments.types for axis in (1, 0)]
+    choices = [choices_of(quant_type, axis, settings) for quant_type, axis, settings in cases(arguments)]
     is_ready, reason = compiled.prepare(choices, [torch.float32], cache_dir=arguments.cache_dir)
     if not is_ready:
         sys.exit(f"nothing to measure: {reason}")
@@ -110,20 +124,14 @@ def prepare(arguments: argparse.Namespace) -> float:
     return seconds
 
 
-def choices_of(quant_type: str, axis: int) -> Any:
-    from qcollect.formats.catalog import QUANT_TYPES
-    from qcollect.formats.eager import Choices
+def choices_of(quant_type: str, axis: int, settings: dict[str, Any]) -> Any:
+    import torch
 
-    entry = QUANT_TYPES[quant_type]
-    assert entry.rounding is not None
-    return Choices(
-        quant_type=entry,
-        axis=axis % 2,
-        scale_rule=entry.scale_rule,
-        rounding=entry.rounding,
-        block_size=entry.block_size,
-        saturate=False,
-    )
+    from qcollect.formats.quantizer import Quantizer
+
+    settings = dict(settings)
+    seed = settings.pop("seed", 0)
+    return Quantizer.create(quant_type, axis=axis, **settings).choices(axis % 2, torch.float32, seed)
 
 
 def by_steps(x: Any, out: Any, choices: Any, encode: Any) -> None:
@@ -136,24 +144,37 @@ def by_steps(x: Any, out: Any, choices: Any, encode: Any) -> None:
     out.copy_(scaled.blocks.cut(x.shape))
 
 
-def measure(quant_type: str, axis: int, peers: dict[str, "Peer | None"], arguments: argparse.Namespace) -> Row:
+def measure(
+    quant_type: str,
+    axis: int,
+    settings: dict[str, Any],
+    peers: dict[str, "Peer | None"],
+    arguments: argparse.Namespace,
+) -> Row:
     import torch
 
     from qcollect.formats import compiled
+    from qcollect.formats.quantizer import fake_quantize
     from qcollect.formats.scales import tensor_amax, tensor_encode
 
     inputs, out = make_inputs(arguments.size)
-    choices = choices_of(quant_type, axis)
+    choices = choices_of(quant_type, axis, settings)
     tensor_scale = choices.quant_type.tensor_scale
-    encode = None
-    if tensor_scale is not None and tensor_scale.is_inherent:  # the kernel alone: the abs max comes before it
-        encode = tensor_encode(tensor_amax(inputs[0], tensor_scale), tensor_scale, choices.scale_rule)
-    assert compiled.supports(inputs[0], choices, has_encode=encode is not None)
+    has_encode = tensor_scale is not None and tensor_scale.is_inherent
+    assert compiled.supports(inputs[0], choices, has_encode=has_encode)
+
+    def by_plain_torch(x: Any) -> None:
+        encode = tensor_encode(tensor_amax(x, tensor_scale), tensor_scale, choices.scale_rule) if has_encode else None
+        by_steps(x, out, choices, encode)
+
     ways: dict[str, Callable[[Any], object]] = {
         "copy": lambda x: out.copy_(x),
-        "eager": lambda x: by_steps(x, out, choices, encode),
-        "compiled": lambda x: compiled.run(x, out, choices, encode, with_tensor_scale=True),
+        "eager": by_plain_torch,
+        "compiled": lambda x: fake_quantize(x, quant_type, axis, **settings, out=out),
     }
+    if settings.get("rounding") == SLOW_STEPS:
+        del ways["eager"]
+    peers = {} if settings else peers
     asked = {name: peer for name, peer in peers.items() if peer is not None and quant_type in ELEMENTS[name]}
     times_ms: dict[str, list[float]] = {name: [] for name in (*ways, *asked)}
     with torch.no_grad():
@@ -169,8 +190,9 @@ def measure(quant_type: str, axis: int, peers: dict[str, "Peer | None"], argumen
     return Row(
         quant_type=quant_type,
         axis=axis,
+        settings=settings,
         copy_ms=medians["copy"],
-        eager_ms=medians["eager"],
+        eager_ms=medians.get("eager"),
         compiled_ms=medians["compiled"],
         torchao_ms=medians.get("torchao"),
         quark_ms=medians.get("quark"),
@@ -186,7 +208,8 @@ def make_inputs(size: int) -> tuple[list[Any], Any]:
 
 
 def print_row(row: Row) -> None:
-    texts = [f"{row.quant_type:6} axis {row.axis:2}  compiled {row.compiled_ms:6.1f} ms"]
+    name = " ".join([row.quant_type, *(f"{key}={value}" for key, value in row.settings.items())])
+    texts = [f"{name:8} axis {row.axis:2}  compiled {row.compiled_ms:6.1f} ms"]
     for name, ratio in row.ratios().items():
         if ratio is None:
             continue

@@ -1,23 +1,27 @@
-"""The ways of computing a format that every oracle is held against."""
+"""What the oracles share."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from quantization_paths import taking
 from torch import Tensor
 
-from qcollect.formats import quantizer
+from qcollect.formats.quantizer import fake_quantize as public_call
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported without their folder: for what they share
 
-# Each takes the arguments of ``quantizer.fake_quantize``. One that cannot run here calls ``pytest.skip`` itself.
-BACKENDS: dict[str, Callable[..., Tensor]] = {
-    "eager": quantizer.fake_quantize,
-}
 
+@pytest.fixture
+def fake_quantize(request: pytest.FixtureRequest, cache_dir: Path) -> Callable[..., Tensor]:
+    """The public call by one path, that of the test's parameter, else plain torch's; another one fails the test."""
+    path = getattr(request, "param", "eager")
 
-@pytest.fixture(params=BACKENDS)
-def fake_quantize(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
-    """``fake_quantize``, by every backend."""
-    return BACKENDS[request.param]
+    def call(x: Tensor, *arguments: object, **settings: object) -> Tensor:
+        with taking(path, cache_dir) as asked:
+            y = public_call(x, *arguments, **settings)  # type: ignore[arg-type]
+        assert asked, f"{path} was not asked for"
+        return y
+
+    return call

@@ -1,21 +1,26 @@
-"""Every stored reference vector, bit for bit: values straight and by way of codes, codes, scales, decode tables."""
+"""Every stored reference vector, bit for bit: values by every path, by way of codes, codes, scales, decode tables.
+
+The path stands in a test's name. Of those that are compiled a usual run takes only a few (``quantization_paths``).
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from quantization_paths import PATHS
 
 from qcollect.formats import catalog
 from qcollect.formats.catalog import POWER_OF_TWO_RULES
 from qcollect.formats.codes import decode, decode_scale, decode_table, encode, encode_scale
 from qcollect.formats.elements import limit_, round_to_element_
 from qcollect.formats.quantizer import quantize
-from qcollect.formats.records import Element
+from qcollect.formats.records import Element, QuantType
 
 np = pytest.importorskip("numpy")
 from bit_patterns import assert_bits, assert_values, tensor_of  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 VECTORS = Path(__file__).parent / "vectors"
 ELEMENTS = {
     "e4m3": catalog.E4M3,
@@ -33,6 +38,7 @@ MX_TYPES = {
     "int8": "mxint8",
 }
 MX_FILES = [(name, rule) for name in ELEMENTS for rule in POWER_OF_TWO_RULES] + [("int8", "floor")]
+every_path = pytest.mark.parametrize("fake_quantize", PATHS, indirect=True)
 # The six-bit elements have 64 codes, in the lower bits of a byte.
 TABLES = {**ELEMENTS, "mxint8": catalog.INT8, "hif8": catalog.HIF8}
 
@@ -55,6 +61,13 @@ def table(name: str) -> "np.ndarray":
     return bits
 
 
+def along(axis: int, x: torch.Tensor, fake_quantize, quant_type: str, **settings: str) -> torch.Tensor:
+    """``x`` with blocks along its rows: as it is, or turned and dense with blocks along axis 0, and turned back."""
+    if axis == -1:
+        return fake_quantize(x, quant_type, **settings)
+    return fake_quantize(x.t().contiguous(), quant_type, 0, **settings).t().contiguous()
+
+
 def assert_same(y: torch.Tensor, expected: "np.ndarray", quant_type: str) -> None:
     """An integer has one zero, so that its codes lose the sign of a zero that the values keep."""
     (assert_values if quant_type == "mxint8" else assert_bits)(y, expected)
@@ -73,23 +86,41 @@ def test_element_rounds_to_nearest_even_and_clamps(name: str) -> None:
     assert_bits(again[is_number], vectors["y_sat"][is_number.numpy()])
 
 
+@every_path
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_type_of_nothing_but_an_element(name: str, fake_quantize) -> None:
+    vectors, element = load(f"elem_{name}"), ELEMENTS[name]
+    entry = QuantType(name=name, element=element, roundings=("nearest_even",), description="-", source="-")
+    assert_bits(fake_quantize(tensor_of(vectors["x"]), entry), vectors["y_sat"])
+
+
+@every_path
 @pytest.mark.parametrize("quant_type", ["bf16", "fp16"])
 def test_plain_casts(quant_type: str, fake_quantize) -> None:
     vectors = load(f"elem_{quant_type}")
-    x = tensor_of(vectors["x"])
-    assert_bits(fake_quantize(x, quant_type), vectors["y"])
-    assert_bits(quantize(x, quant_type).dequantize(), vectors["y"])
+    assert_bits(fake_quantize(tensor_of(vectors["x"]), quant_type), vectors["y"])
 
 
+@pytest.mark.parametrize("quant_type", ["bf16", "fp16"])
+def test_codes_of_plain_casts(quant_type: str) -> None:
+    vectors = load(f"elem_{quant_type}")
+    assert_bits(quantize(tensor_of(vectors["x"]), quant_type).dequantize(), vectors["y"])
+
+
+@every_path
 def test_hifp8_rounds_half_away_and_overflows_to_inf(fake_quantize) -> None:
     vectors = load("elem_hif8_ta")
-    x = tensor_of(vectors["x"])
-    assert_bits(fake_quantize(x, "hifp8"), vectors["y"])
-    quantized = quantize(x, "hifp8")
+    assert_bits(fake_quantize(tensor_of(vectors["x"]), "hifp8"), vectors["y"])
+
+
+def test_codes_of_hifp8() -> None:
+    vectors = load("elem_hif8_ta")
+    quantized = quantize(tensor_of(vectors["x"]), "hifp8")
     assert (quantized.codes.numpy() == vectors["code"]).all()
     assert_bits(quantized.dequantize(), vectors["y"])
 
 
+@every_path
 def test_hifp8_saturates_and_keeps_nan(fake_quantize) -> None:
     vectors = load("elem_hif8_ta")
     x = tensor_of(vectors["x"])
@@ -99,6 +130,7 @@ def test_hifp8_saturates_and_keeps_nan(fake_quantize) -> None:
         assert_bits(y[~is_nan], vectors["y_sat"][~is_nan.numpy()])
 
 
+@every_path
 @pytest.mark.parametrize(
     ("inputs", "outputs", "settings", "dtype"),
     [
@@ -122,14 +154,14 @@ def test_hifp8_rounds_hybrid_by_where_its_numbers_come_from(
 # --- blocks -------------------------------------------------------------------------------------
 
 
+@every_path
+@pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize(("name", "rule"), MX_FILES)
-def test_blocks_under_every_scale_rule(name: str, rule: str, fake_quantize) -> None:
+def test_blocks_under_every_scale_rule(name: str, rule: str, axis: int, fake_quantize) -> None:
     vectors, quant_type = load(f"mx_{name}_{rule}"), MX_TYPES[name]
     x = tensor_of(vectors["x"])
     assert x.shape == (160, 32)
-    assert_bits(fake_quantize(x, quant_type, scale_rule=rule), vectors["y"])
-    along_the_other_axis = fake_quantize(x.t(), quant_type, 0, scale_rule=rule).t().contiguous()
-    assert_bits(along_the_other_axis, vectors["y"])
+    assert_bits(along(axis, x, fake_quantize, quant_type, scale_rule=rule), vectors["y"])
 
 
 @pytest.mark.parametrize(("name", "rule"), MX_FILES)
@@ -143,6 +175,7 @@ def test_codes_and_scale_codes_under_every_scale_rule(name: str, rule: str) -> N
         assert_same(y if axis else y.t().contiguous(), vectors["y"], quant_type)
 
 
+@every_path
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", ["e4m3", "e2m1"])
 def test_short_last_block_along_either_axis(name: str, axis: int, fake_quantize) -> None:
@@ -155,6 +188,7 @@ def test_short_last_block_along_either_axis(name: str, axis: int, fake_quantize)
 # --- a scale for the tensor -----------------------------------------------------------------------
 
 
+@every_path
 @pytest.mark.parametrize(("file", "index"), [*matrices("pertensor_e4m3"), *matrices("pertensor_e5m2")])
 @pytest.mark.parametrize(("rule", "suffix"), [("nearest", ""), ("rceil", "_pow2")])
 def test_fp8_has_one_scale_for_the_tensor(file: str, index: int, rule: str, suffix: str, fake_quantize) -> None:
@@ -167,28 +201,43 @@ def test_fp8_has_one_scale_for_the_tensor(file: str, index: int, rule: str, suff
     assert_bits(quantized.encode.reshape(1), vectors[f"scale{suffix}"].reshape(1))
 
 
+@every_path
+@pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize(("file", "index"), matrices("nvfp4"))
-def test_nvfp4_has_a_scale_for_the_block_and_one_for_the_tensor(file: str, index: int, fake_quantize) -> None:
+def test_nvfp4_has_a_scale_for_the_block_and_one_for_the_tensor(
+    file: str, index: int, axis: int, fake_quantize
+) -> None:
     vectors = {name: array[index] for name, array in load(file).items()}
-    x = tensor_of(vectors["x"])
-    assert_bits(fake_quantize(x, "nvfp4"), vectors["y"])
-    assert_bits(fake_quantize(x.t(), "nvfp4", 0).t().contiguous(), vectors["y"])
-    quantized = quantize(x, "nvfp4")
+    assert_bits(along(axis, tensor_of(vectors["x"]), fake_quantize, "nvfp4"), vectors["y"])
+
+
+@pytest.mark.parametrize(("file", "index"), matrices("nvfp4"))
+def test_codes_of_nvfp4(file: str, index: int) -> None:
+    vectors = {name: array[index] for name, array in load(file).items()}
+    quantized = quantize(tensor_of(vectors["x"]), "nvfp4")
     assert quantized.scales is not None and quantized.tensor_scale is not None
     assert (quantized.scales.view(torch.uint8).numpy() == vectors["scale"]).all()
     assert_bits(quantized.tensor_scale.reshape(1), vectors["global_scale"].reshape(1))
     assert_bits(quantized.dequantize(), vectors["y"])
 
 
+@every_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize(("file", "index"), matrices("hif4"))
-def test_hif4_has_exponents_inside_the_block(file: str, index: int, fake_quantize) -> None:
+def test_hif4_has_exponents_inside_the_block(
+    file: str, index: int, axis: int, dtype: torch.dtype, fake_quantize
+) -> None:
     vectors = {name: array[index] for name, array in load(file).items()}
     x = tensor_of(vectors["x"])
     assert torch.equal(x.bfloat16().float(), x)
-    assert_bits(fake_quantize(x, "hif4"), vectors["y"])
-    assert_bits(fake_quantize(x.t(), "hif4", 0).t().contiguous(), vectors["y"])
-    assert_bits(fake_quantize(x.bfloat16(), "hif4").float(), vectors["y"])
-    assert_bits(quantize(x, "hif4").dequantize(), vectors["y"])
+    assert_bits(along(axis, x.to(dtype), fake_quantize, "hif4").float(), vectors["y"])
+
+
+@pytest.mark.parametrize(("file", "index"), matrices("hif4"))
+def test_codes_of_hif4(file: str, index: int) -> None:
+    vectors = {name: array[index] for name, array in load(file).items()}
+    assert_bits(quantize(tensor_of(vectors["x"]), "hif4").dequantize(), vectors["y"])
 
 
 # --- decode tables ------------------------------------------------------------------------------

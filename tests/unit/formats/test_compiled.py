@@ -1,48 +1,29 @@
 """What torch's compiler makes on the CPU: the bits of plain torch for every variant, and nothing compiled unasked."""
 
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from quantization_paths import load_variant
 from torch import Tensor
 
 from qcollect.formats import compiled
-from qcollect.formats.catalog import POWER_OF_TWO_RULES, QUANT_TYPES, TensorScale
+from qcollect.formats.blocks import BlockSize
+from qcollect.formats.catalog import QUANT_TYPES, TensorScale
 from qcollect.formats.eager import Choices, limit_values, restore_values, round_values, scale_values
 from qcollect.formats.elements import HYBRID_SOURCES
 from qcollect.formats.records import Rounding, ScaleRule
 from qcollect.formats.scales import tensor_amax, tensor_encode
 
-np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
-VECTORS = Path(__file__).parents[2] / "oracle" / "vectors"
-MX_TYPES = {"e4m3": "mxfp8", "e5m2": "mxfp8_e5m2", "e3m2": "mxfp6_e3m2", "e2m3": "mxfp6_e2m3", "e2m1": "mxfp4"}
-EXHAUSTIVE = "QCOLLECT_TEST_ALL_VARIANTS"
-# what is compiled by every run of the tests: (type, along the last axis, dtype, rounding, scale rule)
-USUAL = {
-    ("mxfp8", True, torch.float32, "nearest_even", "floor"),
-    ("mxfp8", False, torch.float32, "nearest_even", "floor"),
-    ("mxfp8", True, torch.bfloat16, "nearest_even", "floor"),
-    ("mxfp4", True, torch.float32, "nearest_even", "rceil"),
-    ("nvfp4", True, torch.float32, "nearest_even", "nearest"),
-    ("hifp8", True, torch.float32, "half_away", None),
-    ("fp8_e4m3", True, torch.float32, "nearest_even", "nearest"),
-}
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-
-@pytest.fixture(scope="session")
-def cache_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kept from run to run: to compile one variant takes about ten seconds."""
-    cache = getattr(request.config, "cache", None)
-    return Path(cache.mkdir("compiled")) if cache is not None else tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +37,10 @@ def choices_of(
     axis: int = 1,
     rule: ScaleRule | None = None,
     rounding: Rounding | None = None,
+    block_size: BlockSize | None = None,
     saturate: bool = False,
     source: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> Choices:
     entry = QUANT_TYPES[quant_type]
     assert entry.rounding is not None
@@ -66,9 +49,10 @@ def choices_of(
         axis=axis,
         scale_rule=rule or entry.scale_rule,
         rounding=rounding or entry.rounding,
-        block_size=entry.block_size,
+        block_size=block_size or entry.block_size,
         saturate=saturate,
         source=HYBRID_SOURCES[source],
+        seed=seed,
     )
 
 
@@ -76,13 +60,7 @@ def by_compiler(
     x: Tensor, choices: Choices, cache_dir: Path, encode: Tensor | None = None, *, with_tensor_scale: bool = True
 ) -> Tensor:
     has_encode = encode is not None
-    is_last = choices.block_size is None or choices.axis == x.dim() - 1
-    variant = compiled._variant(choices, x.dtype, is_last=is_last, has_encode=has_encode)
-    if variant not in compiled._kernels:  # and not what lies along the other axes
-        is_usual = (choices.quant_type.name, is_last, x.dtype, choices.rounding, choices.scale_rule) in USUAL
-        if not (is_usual or os.environ.get(EXHAUSTIVE)):
-            pytest.skip(f"takes ten seconds to compile; {EXHAUSTIVE}=1 runs it, as shell/check --real does")
-        compiled._kernels[variant] = compiled._load_or_compile(variant, cache_dir)
+    load_variant(x, choices, encode, cache_dir)
     assert compiled.supports(x, choices, has_encode=has_encode)
     out = torch.full(x.shape, 12345.0, dtype=x.dtype)
     compiled.run(x, out, choices, encode, with_tensor_scale=with_tensor_scale)
@@ -114,16 +92,6 @@ def assert_bits(y: Tensor, expected: Tensor) -> None:
     assert wrong.numel() == 0, f"{wrong.numel()} of {y.numel()} differ, first at {wrong[0]}"
 
 
-def vectors(name: str) -> dict[str, Tensor]:
-    """The arrays of a file of vectors, those of float32 bits as float32."""
-    with np.load(VECTORS / f"{name}.npz") as arrays:
-        return {
-            key: torch.from_numpy(arrays[key].view(np.float32).copy())
-            for key in arrays
-            if arrays[key].dtype == np.uint32
-        }
-
-
 def awkward(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Any bit pattern, every magnitude, many ties, both zeros, blocks of zeros; NaN, Inf and subnormals among them."""
     generator = torch.Generator().manual_seed(seed)
@@ -141,83 +109,62 @@ def awkward(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: i
     return x
 
 
-# --- vectors ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", POWER_OF_TWO_RULES)
-@pytest.mark.parametrize("name", MX_TYPES)
-def test_vectors_of_blocks(name: str, rule: ScaleRule, cache_dir: Path) -> None:
-    stored = vectors(f"mx_{name}_{rule}")
-    choices = choices_of(MX_TYPES[name], rule=rule)
-    assert_bits(by_compiler(stored["x"], choices, cache_dir), stored["y"])
-
-
-@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8"])
-def test_vectors_of_blocks_along_another_axis(name: str, cache_dir: Path) -> None:
-    stored = vectors(f"mx_{name}_floor")
-    x, y = (stored[key].t().contiguous() for key in ("x", "y"))
-    choices = choices_of({**MX_TYPES, "int8": "mxint8"}[name], axis=0)
-    assert_bits(by_compiler(x, choices, cache_dir), y)
-
-
-def test_vectors_of_integer_blocks(cache_dir: Path) -> None:
-    stored = vectors("mx_int8_floor")
-    assert_bits(by_compiler(stored["x"], choices_of("mxint8"), cache_dir), stored["y"])
-
-
-@pytest.mark.parametrize("axis", [1, 0])
-@pytest.mark.parametrize("name", ["e4m3", "e2m1"])
-def test_vectors_of_short_last_blocks(name: str, axis: int, cache_dir: Path) -> None:
-    stored = vectors("mx_tail_axis")
-    choices = choices_of(MX_TYPES[name], axis=axis)
-    assert_bits(by_compiler(stored["x"], choices, cache_dir), stored[f"y_{name}_axis{'last' if axis else 0}"])
-
-
-@pytest.mark.parametrize("axis", [1, 0])
-def test_vectors_of_blocks_with_a_scale_of_the_tensor(axis: int, cache_dir: Path) -> None:
-    stored = vectors("nvfp4")
-    for x, y in zip(stored["x"], stored["y"], strict=True):
-        source, expected = (x, y) if axis else (x.t().contiguous(), y.t().contiguous())
-        choices = choices_of("nvfp4", axis=axis)
-        assert_bits(by_compiler(source, choices, cache_dir, encode_of(source, choices)), expected)
-
-
-@pytest.mark.parametrize(("rule", "key"), [("nearest", "y"), ("rceil", "y_pow2")])
-@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_vectors_of_a_scale_of_the_tensor(name: str, rule: ScaleRule, key: str, cache_dir: Path) -> None:
-    stored = vectors(f"pertensor_{name}")
-    choices = choices_of(f"fp8_{name}", rule=rule)
-    for x, y in zip(stored["x"], stored[key], strict=True):
-        assert_bits(by_compiler(x, choices, cache_dir, encode_of(x, choices)), y)
-
-
-def test_vectors_of_tapered_elements(cache_dir: Path) -> None:
-    stored = vectors("elem_hif8_ta")
-    assert_bits(by_compiler(stored["x"], choices_of("hifp8"), cache_dir), stored["y"])
-    is_number = ~stored["x"].isnan()
-    saturated = by_compiler(stored["x"], choices_of("hifp8", saturate=True), cache_dir)
-    assert_bits(saturated[is_number], stored["y_sat"][is_number])
-    assert saturated[~is_number].isnan().all()
-
-
-@pytest.mark.parametrize(("source", "x", "y"), [(torch.float32, "x", "y_sr14"), (torch.bfloat16, "xb", "y_sr2")])
-def test_vectors_of_hybrid_rounding(source: torch.dtype, x: str, y: str, cache_dir: Path) -> None:
-    stored = vectors("elem_hif8_hybrid")
-    choices = choices_of("hifp8", rounding="hybrid", source=source)
-    assert_bits(by_compiler(stored[x], choices, cache_dir), stored[y])
-
-
 # --- the bits of plain torch --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize(("quant_type", "axis"), [("mxfp8", 1), ("mxfp4", 0), ("nvfp4", 1), ("nvfp4", 0), ("hifp8", 1)])
+@pytest.mark.parametrize(
+    ("quant_type", "axis"),
+    [
+        ("mxfp8", 1), ("mxfp4", 0), ("nvfp4", 1), ("nvfp4", 0), ("hifp8", 1), ("hif4", 1), ("hif4", 0), ("bf16", 1),
+        ("fp16", 1),
+    ],
+)  # fmt: skip
 def test_any_number_of_any_dtype(quant_type: str, axis: int, dtype: torch.dtype, cache_dir: Path) -> None:
     choices = choices_of(quant_type, axis=axis)
     x = awkward(1024, 256, dtype)
     x = x if axis else x.t().contiguous()
     encode = encode_of(x, choices)
     assert_bits(by_compiler(x, choices, cache_dir, encode), by_steps(x, choices, encode))
+
+
+@pytest.mark.parametrize("quant_type", ["nvfp4", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("size", [(16, 16), (1, 32), (3, 7), (128, 64)])
+@pytest.mark.parametrize("shape", [(1024, 256), (2, 70, 50), (3, 7)])
+def test_tiles_with_short_ends(shape: tuple[int, ...], size: tuple[int, int], quant_type: str, cache_dir: Path) -> None:
+    x = awkward(prod(shape[:-1]), shape[-1]).view(shape)
+    choices = choices_of(quant_type, axis=len(shape) - 1, block_size=size)
+    encode = encode_of(x, choices)
+    assert_bits(by_compiler(x, choices, cache_dir, encode), by_steps(x, choices, encode))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "size"),
+    [
+        ((64, 64), 1, None),
+        ((7, 33), 1, None),
+        ((2, 5, 70), 2, None),
+        ((70, 9), 0, None),
+        ((3, 33, 5), 1, None),
+        ((33, 50), 1, (16, 16)),
+        ((2, 37, 50), 2, (16, 16)),
+    ],
+)
+@pytest.mark.parametrize("quant_type", ["mxfp8", "hif4", "hifp8"])
+def test_draws_are_those_of_a_place_in_the_tensor(
+    quant_type: str, shape: tuple[int, ...], axis: int, size: BlockSize | None, cache_dir: Path
+) -> None:
+    if size is not None and QUANT_TYPES[quant_type].block_size != 32:
+        pytest.skip(f"{quant_type} has no tiles")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    for seed in (0, (1 << 63) - 1):
+        choices = choices_of(quant_type, axis=axis, rounding="stochastic", block_size=size, seed=seed)
+        assert_bits(by_compiler(x, choices, cache_dir), by_steps(x, choices))
+
+
+def test_any_number_rounded_stochastically(cache_dir: Path) -> None:
+    choices, x = choices_of("mxfp8", rounding="stochastic", seed=12345678901234567), awkward(1024, 256)
+    assert_bits(by_compiler(x, choices, cache_dir), by_steps(x, choices))
 
 
 def test_halves_away_from_zero_in_blocks(cache_dir: Path) -> None:
@@ -311,19 +258,19 @@ def test_small_tensors_and_other_devices_are_not_supported(cache_dir: Path, monk
     assert not compiled.supports(torch.ones(64, 64), choices)
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
-        choices_of("mxfp8", rounding="stochastic"),
-        replace(choices_of("mxfp8"), block_size=(16, 16)),
-        choices_of("hif4"),
-        choices_of("bf16"),
-    ],
-)
-def test_choices_without_a_variant_are_passed_over(choices: Choices, tmp_path: Path) -> None:
-    assert compiled.prepare([choices], [torch.float32], cache_dir=tmp_path) == (True, "")
-    assert not any(tmp_path.iterdir())
-    assert not compiled.supports(torch.ones(64, 64), choices)
+def test_what_has_no_variant_is_passed_over(tmp_path: Path) -> None:
+    """Exponents inside a block in groups that do not lie in each other, and a taper beyond 2^64."""
+    hif4, hifp8 = choices_of("hif4"), choices_of("hifp8")
+    assert hifp8.quant_type.element is not None
+    wide = replace(hifp8.quant_type.element, max_value=2.0**100)
+    for choices in (
+        replace(hif4, quant_type=replace(hif4.quant_type, micro_exponents=((8, 4.0), (3, 2.0)))),
+        replace(hifp8, quant_type=replace(hifp8.quant_type, element=wide)),
+        replace(hifp8, quant_type=QUANT_TYPES["none"]),
+    ):
+        assert compiled.prepare([choices], [torch.float32], cache_dir=tmp_path) == (True, "")
+        assert not any(tmp_path.iterdir())
+        assert not compiled.supports(torch.ones(64, 64), choices)
 
 
 def test_preparing_again_and_running_compiles_nothing(cache_dir: Path, request: pytest.FixtureRequest) -> None:
@@ -362,8 +309,8 @@ print(compiled.prepare([choices], [torch.float32], cache_dir=Path({str(cache_dir
 
 def test_without_a_compiler_the_reason_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path)
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path)
     assert not is_ready
     assert "compiler" in reason
     assert not list(tmp_path.glob("*.pt2"))

@@ -1,55 +1,81 @@
 """Laws that hold for every input of a stated domain, and beside each the types and roundings that break it.
 
-A stochastic draw is a function of seed and place, so that its laws can be put to the test like all others.
+Each is tried by every path, where that is slow on fewer examples, and compiled only as far as a usual run compiles. A
+stochastic draw is a function of seed and place, so that its laws can be put to the test like all others.
 """
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantization_paths import PATHS, can_take, taking
 
-from qcollect.formats.catalog import POWER_OF_TWO_RULES, QUANT_TYPES, get_quant_type
-from qcollect.formats.quantizer import Quantizer, count_saturated, fake_quantize, quantize
+from qcollect.formats.catalog import QUANT_TYPES, get_quant_type
+from qcollect.formats.quantizer import Quantizer, fake_quantize, quantize
 
 MX_TYPES = ("mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
 FP8_TYPES = ("fp8_e4m3", "fp8_e5m2")
 CASTS = ("bf16", "fp16", "none")
 KEEPS_MINUS_ZERO = (*MX_TYPES, *FP8_TYPES, *CASTS)
 SEED = 7
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 # Far from both ends of the scale's range, so that no scale is clamped and nothing overflows.
 MODERATE = st.one_of(st.just(0.0), st.floats(2.0**-20, 2.0**20, width=32), st.floats(-(2.0**20), -(2.0**-20), width=32))
 # So close together that no block's scale is subnormal under the scale of the tensor.
 CLOSE = st.one_of(st.floats(1.0, 2.0**10, width=32), st.floats(-(2.0**10), -1.0, width=32))
-mx_types, rules = st.sampled_from(MX_TYPES), st.sampled_from(POWER_OF_TWO_RULES)
-mx_roundings = st.sampled_from(("nearest_even", "half_away"))
-all_mx_roundings = st.sampled_from(("nearest_even", "half_away", "stochastic"))
+MX_ROUNDINGS = ("nearest_even", "half_away")
+ALL_MX_ROUNDINGS = (*MX_ROUNDINGS, "stochastic")
+NUM_EXAMPLES = {"eager": 100, "compiled": 50, "interpreted": 25}
 quick = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def law(
+    values: st.SearchStrategy[torch.Tensor], ways: list[Quantizer], *more: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of what holds for every tensor, every quantizer and whatever more is drawn, by every path."""
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("path", PATHS)
+        def test(path: str, cache_dir: Path) -> None:
+            found = [quantizer for quantizer in ways if can_take(path, quantizer)]
+            if not found:
+                pytest.skip(f"none of these is {path} in a usual run")
+            few = settings(max_examples=NUM_EXAMPLES[path], deadline=None, derandomize=True)
+            with taking(path, cache_dir) as asked:
+                few(given(values, st.sampled_from(found), *more)(check))()
+            assert asked
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
 
 
 def blocks_of(values: st.SearchStrategy[float], max_size: int = 70) -> st.SearchStrategy[torch.Tensor]:
     return st.lists(values, min_size=1, max_size=max_size).map(torch.tensor)
 
 
-def every_way(*names: str) -> st.SearchStrategy[Quantizer]:
-    """Every rule and rounding of these types."""
-    entries = [get_quant_type(name) for name in names]
-    return st.sampled_from(
-        [
-            Quantizer.create(entry, scale_rule=rule, rounding=rounding)
-            for entry in entries
-            for rule in entry.scale_rules or (None,)
-            for rounding in entry.roundings or (None,)
-        ]
-    )
+def every_way(
+    *names: str, rules: tuple[str, ...] = (), roundings: tuple[str, ...] = (), **settings: Any
+) -> list[Quantizer]:
+    """These types, under these rules and roundings or all they have."""
+    return [
+        Quantizer.create(entry, scale_rule=rule, rounding=rounding, **settings)
+        for entry in map(get_quant_type, names)
+        for rule in rules or entry.scale_rules or (None,)
+        for rounding in roundings or entry.roundings or (None,)
+    ]
 
 
-def seed_for(rounding: str | None) -> dict[str, Any]:
-    return {"seed": SEED} if rounding == "stochastic" else {}
+def seed_for(quantizer: Quantizer) -> dict[str, Any]:
+    return {"seed": SEED} if quantizer.is_stochastic else {}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -59,23 +85,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # --- idempotent ---------------------------------------------------------------------------------
 
 
-@quick
-@given(blocks_of(FLOATS), mx_types, all_mx_roundings)
-def test_floor_is_idempotent(x: torch.Tensor, quant_type: str, rounding: str) -> None:
+@law(blocks_of(FLOATS), every_way(*MX_TYPES, rules=("floor",), roundings=ALL_MX_ROUNDINGS))
+def test_floor_is_idempotent(x: torch.Tensor, quantizer: Quantizer) -> None:
     """Under floor the scale of a quantized block is its own: the abs max never rounds into the next binade."""
-    settings = {"rounding": rounding, **seed_for(rounding)}
-    y = fake_quantize(x, quant_type, **settings)
-    assert same_bits(fake_quantize(y, quant_type, **settings), y)
+    y = quantizer.apply(x, **seed_for(quantizer))
+    assert same_bits(quantizer.apply(y, **seed_for(quantizer)), y)
 
 
-@quick
-@given(blocks_of(MODERATE), mx_types, rules, mx_roundings)
-def test_every_scale_rule_is_idempotent_with_nearest_rounding(
-    x: torch.Tensor, quant_type: str, rule: str, rounding: str
-) -> None:
+@law(blocks_of(MODERATE), every_way(*MX_TYPES, roundings=MX_ROUNDINGS))
+def test_every_scale_rule_is_idempotent_with_nearest_rounding(x: torch.Tensor, quantizer: Quantizer) -> None:
     """Where nothing overflows: under another scale the same values are still values."""
-    y = fake_quantize(x, quant_type, scale_rule=rule, rounding=rounding)
-    assert same_bits(fake_quantize(y, quant_type, scale_rule=rule, rounding=rounding), y)
+    y = quantizer.apply(x)
+    assert same_bits(quantizer.apply(y), y)
 
 
 def test_even_with_stochastic_rounding_is_not_idempotent_in_mxfp8() -> None:
@@ -87,19 +108,23 @@ def test_even_with_stochastic_rounding_is_not_idempotent_in_mxfp8() -> None:
     assert sorted(set(again.flatten().tolist())) == [1.75, 2.0]
 
 
-@quick
-@given(blocks_of(FLOATS), st.sampled_from(("hifp8", "bf16", "fp16", "none")), st.booleans())
-def test_types_without_scales_are_idempotent(x: torch.Tensor, quant_type: str, saturate: bool) -> None:
-    quantizer = Quantizer.create(quant_type, saturate=saturate and QUANT_TYPES[quant_type].can_saturate)
+@law(
+    blocks_of(FLOATS),
+    [
+        Quantizer.create(name, saturate=saturate)
+        for name in ("hifp8", *CASTS)
+        for saturate in ((False, True) if QUANT_TYPES[name].can_saturate else (False,))
+    ],
+)
+def test_types_without_scales_are_idempotent(x: torch.Tensor, quantizer: Quantizer) -> None:
     y = quantizer.apply(x)
     assert same_bits(quantizer.apply(y), y)
 
 
-@quick
-@given(blocks_of(FLOATS))
-def test_hifp8_rounded_stochastically_is_idempotent(x: torch.Tensor) -> None:
-    y = fake_quantize(x, "hifp8", rounding="stochastic", seed=SEED)
-    assert same_bits(fake_quantize(y, "hifp8", rounding="stochastic", seed=SEED), y)
+@law(blocks_of(FLOATS), every_way("hifp8", roundings=("stochastic",)))
+def test_hifp8_rounded_stochastically_is_idempotent(x: torch.Tensor, quantizer: Quantizer) -> None:
+    y = quantizer.apply(x, seed=SEED)
+    assert same_bits(quantizer.apply(y, seed=SEED), y)
 
 
 def test_hybrid_rounding_is_not_idempotent() -> None:
@@ -108,24 +133,18 @@ def test_hybrid_rounding_is_not_idempotent() -> None:
     assert y.tolist() == [20.0, 384.0, 2.0**-19, math.inf, 3.0]
 
 
-@quick
-@given(blocks_of(FLOATS), st.sampled_from(FP8_TYPES), st.sampled_from(("nearest", "rceil")), all_mx_roundings)
-def test_fp8_is_idempotent_under_its_recorded_abs_max(
-    x: torch.Tensor, quant_type: str, rule: str, rounding: str
-) -> None:
-    quantizer = Quantizer.create(quant_type, scale_rule=rule, rounding=rounding)
-    y, amax = quantizer(x, **seed_for(rounding))
-    if rounding != "stochastic" or rule == "rceil":
-        assert torch.equal(quantizer.apply(y, amax=amax, **seed_for(rounding)), y)
+@law(blocks_of(FLOATS), every_way(*FP8_TYPES, roundings=ALL_MX_ROUNDINGS))
+def test_fp8_is_idempotent_under_its_recorded_abs_max(x: torch.Tensor, quantizer: Quantizer) -> None:
+    y, amax = quantizer(x, **seed_for(quantizer))
+    again = quantizer.apply(y, amax=amax, **seed_for(quantizer))
+    if not quantizer.is_stochastic or quantizer.scale_rule == "rceil":
+        assert torch.equal(again, y)
     else:  # a quotient that is a hair off may be drawn to the other side
-        again = quantizer.apply(y, amax=amax, **seed_for(rounding))
         assert ((again - y).abs() <= y.abs() * 0.25 + 1e-37).all()
 
 
-@quick
-@given(blocks_of(CLOSE), st.sampled_from(("nearest_even", "half_away")))
-def test_nvfp4_is_idempotent_under_its_recorded_abs_max(x: torch.Tensor, rounding: str) -> None:
-    quantizer = Quantizer.create("nvfp4", rounding=rounding)
+@law(blocks_of(CLOSE), every_way("nvfp4", roundings=MX_ROUNDINGS))
+def test_nvfp4_is_idempotent_under_its_recorded_abs_max(x: torch.Tensor, quantizer: Quantizer) -> None:
     y, amax = quantizer(x)
     assert torch.equal(quantizer.apply(y, amax=amax), y)
 
@@ -152,43 +171,40 @@ def test_hif4_is_not_idempotent() -> None:
 # --- odd ----------------------------------------------------------------------------------------
 
 
-@quick
-@given(blocks_of(FLOATS), every_way(*KEEPS_MINUS_ZERO))
+@law(blocks_of(FLOATS), every_way(*KEEPS_MINUS_ZERO))
 def test_types_that_keep_minus_zero_are_odd(x: torch.Tensor, quantizer: Quantizer) -> None:
-    seed = seed_for(quantizer.rounding)
+    seed = seed_for(quantizer)
     assert same_bits(quantizer.apply(-x, **seed), -quantizer.apply(x, **seed))
 
 
-@quick
-@given(blocks_of(FLOATS), every_way("hifp8", "nvfp4", "hif4"))
+@law(blocks_of(FLOATS), every_way("hifp8", "nvfp4", "hif4"))
 def test_other_types_are_odd_but_for_the_sign_of_zero(x: torch.Tensor, quantizer: Quantizer) -> None:
-    seed = seed_for(quantizer.rounding)
+    seed = seed_for(quantizer)
     assert torch.equal(quantizer.apply(-x, **seed), -quantizer.apply(x, **seed))
 
 
 # --- powers of two ------------------------------------------------------------------------------
 
 
-@quick
-@given(blocks_of(MODERATE), every_way(*MX_TYPES), st.integers(-20, 20))
+@law(blocks_of(MODERATE), every_way(*MX_TYPES), st.integers(-20, 20))
 def test_mx_types_commute_with_powers_of_two(x: torch.Tensor, quantizer: Quantizer, exponent: int) -> None:
-    factor, seed = 2.0**exponent, seed_for(quantizer.rounding)
+    factor, seed = 2.0**exponent, seed_for(quantizer)
     assert same_bits(quantizer.apply(x * factor, **seed), quantizer.apply(x, **seed) * factor)
 
 
-@quick
-@given(blocks_of(CLOSE), every_way("nvfp4", "fp8_e4m3", "fp8_e5m2"), st.integers(-20, 20))
+@law(blocks_of(CLOSE), every_way("nvfp4", *FP8_TYPES), st.integers(-20, 20))
 def test_types_with_a_tensor_scale_commute_with_powers_of_two(
     x: torch.Tensor, quantizer: Quantizer, exponent: int
 ) -> None:
-    factor, seed = 2.0**exponent, seed_for(quantizer.rounding)
+    factor, seed = 2.0**exponent, seed_for(quantizer)
     assert same_bits(quantizer.apply(x * factor, **seed), quantizer.apply(x, **seed) * factor)
 
 
-@quick
-@given(blocks_of(MODERATE), st.integers(-20, 20))
-def test_per_tensor_scaled_hifp8_commutes_with_powers_of_two(x: torch.Tensor, exponent: int) -> None:
-    quantizer, factor = Quantizer.create("hifp8", tensor_scale=True), 2.0**exponent
+@law(blocks_of(MODERATE), [Quantizer.create("hifp8", tensor_scale=True)], st.integers(-20, 20))
+def test_per_tensor_scaled_hifp8_commutes_with_powers_of_two(
+    x: torch.Tensor, quantizer: Quantizer, exponent: int
+) -> None:
+    factor = 2.0**exponent
     (y, amax), (scaled_y, scaled_amax) = quantizer(x), quantizer(x * factor)
     assert same_bits(scaled_y, y * factor)
     scale, scaled_scale = quantizer.scale_of(amax), quantizer.scale_of(scaled_amax)
@@ -196,12 +212,11 @@ def test_per_tensor_scaled_hifp8_commutes_with_powers_of_two(x: torch.Tensor, ex
     assert not x.any() or scaled_scale == scale * factor
 
 
-@quick
-@given(blocks_of(CLOSE), every_way("hif4"), st.integers(-30, 5))
+@law(blocks_of(CLOSE), every_way("hif4"), st.integers(-30, 5))
 def test_hif4_commutes_with_powers_of_two_inside_the_range_of_its_scale(
     x: torch.Tensor, quantizer: Quantizer, exponent: int
 ) -> None:
-    factor, seed = 2.0**exponent, seed_for(quantizer.rounding)
+    factor, seed = 2.0**exponent, seed_for(quantizer)
     assert same_bits(quantizer.apply(x * factor, **seed), quantizer.apply(x, **seed) * factor)
 
 
@@ -215,24 +230,21 @@ def test_types_without_a_scale_do_not_commute_with_powers_of_two() -> None:
 # --- order --------------------------------------------------------------------------------------
 
 
-@quick
-@given(blocks_of(FLOATS, 32), mx_types, rules, mx_roundings)
-def test_order_is_kept_inside_a_block(x: torch.Tensor, quant_type: str, rule: str, rounding: str) -> None:
-    y = fake_quantize(x.sort().values, quant_type, scale_rule=rule, rounding=rounding)
+@law(blocks_of(FLOATS, 32), every_way(*MX_TYPES, roundings=MX_ROUNDINGS))
+def test_order_is_kept_inside_a_block(x: torch.Tensor, quantizer: Quantizer) -> None:
+    y = quantizer.apply(x.sort().values)
     assert (y[1:] >= y[:-1]).all()
 
 
-@quick
-@given(blocks_of(FLOATS, 16), st.sampled_from(("nearest_even", "half_away")))
-def test_order_is_kept_inside_a_block_of_nvfp4(x: torch.Tensor, rounding: str) -> None:
-    y = fake_quantize(x.sort().values, "nvfp4", rounding=rounding)
+@law(blocks_of(FLOATS, 16), every_way("nvfp4", roundings=MX_ROUNDINGS))
+def test_order_is_kept_inside_a_block_of_nvfp4(x: torch.Tensor, quantizer: Quantizer) -> None:
+    y = quantizer.apply(x.sort().values)
     assert (y[1:] >= y[:-1]).all()
 
 
-@quick
-@given(blocks_of(FLOATS, 4), st.sampled_from(("nearest_even", "half_away")))
-def test_order_is_kept_among_four_of_hif4(x: torch.Tensor, rounding: str) -> None:
-    y = fake_quantize(x.sort().values, "hif4", rounding=rounding)
+@law(blocks_of(FLOATS, 4), every_way("hif4", roundings=MX_ROUNDINGS))
+def test_order_is_kept_among_four_of_hif4(x: torch.Tensor, quantizer: Quantizer) -> None:
+    y = quantizer.apply(x.sort().values)
     assert (y[1:] >= y[:-1]).all()
 
 
@@ -244,25 +256,18 @@ def test_order_is_not_kept_between_groups_of_hif4() -> None:
     assert (y[0].item(), y[8].item()) == (0.75, 1.0)
 
 
-@quick
-@given(
+@law(
     blocks_of(st.floats(width=32, allow_nan=False)),
-    st.sampled_from(("hifp8", "bf16", "fp16")),
+    [Quantizer.create(name) for name in ("hifp8", "bf16", "fp16")],
 )
-def test_order_is_kept_without_scales(x: torch.Tensor, quant_type: str) -> None:
-    y = fake_quantize(x.sort().values, quant_type)
+def test_order_is_kept_without_scales(x: torch.Tensor, quantizer: Quantizer) -> None:
+    y = quantizer.apply(x.sort().values)
     assert (y[1:] >= y[:-1]).all()
 
 
-@quick
-@given(
-    blocks_of(FLOATS),
-    st.sampled_from(FP8_TYPES),
-    st.sampled_from(("nearest", "rceil")),
-    mx_roundings,
-)
-def test_order_is_kept_under_one_scale(x: torch.Tensor, quant_type: str, rule: str, rounding: str) -> None:
-    y = fake_quantize(x.sort().values, quant_type, scale_rule=rule, rounding=rounding)
+@law(blocks_of(FLOATS), every_way(*FP8_TYPES, roundings=MX_ROUNDINGS))
+def test_order_is_kept_under_one_scale(x: torch.Tensor, quantizer: Quantizer) -> None:
+    y = quantizer.apply(x.sort().values)
     assert (y[1:] >= y[:-1]).all()
 
 
@@ -279,20 +284,17 @@ def test_hybrid_and_stochastic_rounding_do_not_keep_order() -> None:
 
 
 @quick
-@given(blocks_of(FLOATS), mx_types, all_mx_roundings)
-def test_ceil_and_rceil_never_clip(x: torch.Tensor, quant_type: str, rounding: str) -> None:
-    for rule in ("ceil", "rceil"):
-        settings = {"scale_rule": rule, "rounding": rounding, **seed_for(rounding)}
-        assert count_saturated(x, quant_type, **settings) == 0
+@given(blocks_of(FLOATS), st.sampled_from(every_way(*MX_TYPES, rules=("ceil", "rceil"), roundings=ALL_MX_ROUNDINGS)))
+def test_ceil_and_rceil_never_clip(x: torch.Tensor, quantizer: Quantizer) -> None:
+    assert quantizer.num_saturated(x, **seed_for(quantizer)) == 0
 
 
-@quick
-@given(blocks_of(MODERATE), mx_types)
-def test_rounding_error_is_at_most_half_a_step_under_rceil(x: torch.Tensor, quant_type: str) -> None:
+@law(blocks_of(MODERATE, 32), every_way(*MX_TYPES, rules=("rceil",), roundings=("nearest_even",)))
+def test_rounding_error_is_at_most_half_a_step_under_rceil(x: torch.Tensor, quantizer: Quantizer) -> None:
     """Half of the relative step for normal elements, half of the smallest step of the block below them."""
-    element = QUANT_TYPES[quant_type].element
+    element = quantizer.quant_type.element
     assert element is not None
-    y = fake_quantize(x, quant_type, scale_rule="rceil", block_size=70)
+    y = quantizer.apply(x)
     amax = x.abs().max().item()
     if amax == 0:
         return
@@ -303,12 +305,15 @@ def test_rounding_error_is_at_most_half_a_step_under_rceil(x: torch.Tensor, quan
     assert ((y - x).abs() <= limit).all()
 
 
-@quick
-@given(blocks_of(MODERATE), mx_types, st.integers(0, 2**63 - 1))
-def test_stochastic_rounding_takes_one_of_the_two_neighbours(x: torch.Tensor, quant_type: str, seed: int) -> None:
+@law(
+    blocks_of(MODERATE),
+    every_way(*MX_TYPES, rules=("floor", "rceil"), roundings=("stochastic",)),
+    st.integers(0, 2**63 - 1),
+)
+def test_stochastic_rounding_takes_one_of_the_two_neighbours(x: torch.Tensor, quantizer: Quantizer, seed: int) -> None:
     """And an exact value none but itself."""
-    y = fake_quantize(x, quant_type, scale_rule="rceil", rounding="stochastic", seed=seed)
-    nearest = fake_quantize(x, quant_type, scale_rule="rceil")
+    y = quantizer.apply(x, seed=seed)
+    nearest = fake_quantize(x, quantizer.quant_type, scale_rule=quantizer.scale_rule)
     exact = nearest == x
     assert torch.equal(y[exact], x[exact])
     on_one_side = (y - x).sign() == (nearest - x).sign()  # the nearest is one of the two
@@ -318,14 +323,10 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours(x: torch.Tensor, qu
 # --- codes --------------------------------------------------------------------------------------
 
 
-@quick
-@given(
-    blocks_of(st.floats(width=32)),
-    every_way(*(name for name in QUANT_TYPES if name != "none")),
-)
+@law(blocks_of(st.floats(width=32)), every_way(*(name for name in QUANT_TYPES if name != "none")))
 def test_codes_stand_for_what_fake_quantize_gives(x: torch.Tensor, quantizer: Quantizer) -> None:
     """NaN and Inf included. An integer has one zero, so that mxint8 loses the sign of a zero in its codes."""
-    seed = seed_for(quantizer.rounding)
+    seed = seed_for(quantizer)
     expected = quantizer.apply(x, **seed)
     y = quantizer.quantize(x, **seed).dequantize()
     assert torch.equal(y.isnan(), expected.isnan())
@@ -344,7 +345,7 @@ def test_floor_is_idempotent_on_normal_draws_at_every_magnitude(quant_type: str)
 
 
 @quick
-@given(blocks_of(FLOATS), mx_types)
+@given(blocks_of(FLOATS), st.sampled_from(MX_TYPES))
 def test_quantizing_codes_again_gives_the_same_codes(x: torch.Tensor, quant_type: str) -> None:
     first = quantize(x, quant_type)
     again = quantize(first.dequantize(), quant_type)

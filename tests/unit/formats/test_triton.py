@@ -1,34 +1,23 @@
 """The Triton kernels, run by Triton's interpreter on CPU tensors, against the same computation step by step."""
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quantization_paths import why_not_interpreted
 
 from qcollect.formats import triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.scales import tensor_amax
 
-pytest.importorskip("numpy")
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if "triton" in sys.modules:
-    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("with a CUDA device, tests/gpu/formats.py runs the kernels themselves", allow_module_level=True)
+if why_not_interpreted():
+    pytest.skip(why_not_interpreted(), allow_module_level=True)
 
-# Triton looks at the variable when a kernel is defined.
-os.environ["TRITON_INTERPRET"] = "1"
 from triton.runtime import interpreter as triton_interpreter
 
-from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
 from qcollect.formats.triton_constants import TileSize
-
-del os.environ["TRITON_INTERPRET"]
 
 _PATH = Path(__file__).resolve().parents[2] / "gpu" / "formats.py"
 _SPEC = importlib.util.spec_from_file_location("gpu_formats", _PATH)
@@ -58,10 +47,6 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     # its time is by the step, whatever the size
     sizes = {key: TileSize(elements=2048, num_warps=1) for key in triton_launch._TILE_SIZES}
     monkeypatch.setattr(triton_launch, "_TILE_SIZES", sizes)
-
-
-def test_every_reference_vector() -> None:
-    gpu.check_vectors("cpu")
 
 
 @pytest.mark.parametrize("part", range(8))

@@ -47,7 +47,8 @@ def test_byte_order_mark_and_windows_lines_are_taken(tmp_path: Path, minimal: st
 def test_unknown_key_names_file_line_and_the_known_ones(refusals: Refusals, minimal: str) -> None:
     assert refusals(f"{minimal}capture:\n  target: 5\n  layer: [3]\n") == [
         "r.yaml:5: unknown key 'capture.layer'; known: target, layers, modules, layer_types, operations, phases, "
-        "tensor_names, iterations, ranks, samples, tokens, values, mode, layout. Did you mean 'layers'?"
+        "tensor_names, iterations, ranks, samples, tokens, values, mode, layout, host_memory_gb, durability, on_error. "
+        "Did you mean 'layers'?"
     ]
 
 

@@ -195,7 +195,7 @@ def test_place_in_a_schedule_that_is_taken_is_an_error(saver):
 def test_capture_whose_manifest_line_does_not_fit_is_taken_back(saver, tmp_path, monkeypatch):
     saver.save(torch.zeros(1), observation())
 
-    def no_space(path, record):
+    def no_space(path, record, *, durable):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("qcollect.worker.saver.append_line", no_space)

@@ -1,0 +1,96 @@
+"""The Triton kernels of summaries, run by Triton's interpreter on CPU tensors, against numpy in float64."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qcollect.store import summary_cuda
+
+pytest.importorskip("numpy")
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("with a CUDA device, tests/gpu/summary.py runs the kernels themselves", allow_module_level=True)
+
+# Triton looks at the variable when a kernel is defined.
+os.environ["TRITON_INTERPRET"] = "1"
+from triton import language as triton_language
+from triton.runtime import interpreter as triton_interpreter
+
+is_interpreted = isinstance(triton_language.sum, triton_interpreter.InterpretedFunction)
+if is_interpreted:
+    from qcollect.store import summary_kernels  # noqa: F401
+del os.environ["TRITON_INTERPRET"]
+if not is_interpreted:
+    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
+
+_PATH = Path(__file__).resolve().parents[2] / "gpu" / "summary.py"
+_SPEC = importlib.util.spec_from_file_location("gpu_summary", _PATH)
+assert _SPEC is not None and _SPEC.loader is not None
+gpu = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(gpu)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter. It makes Triton's words ready again for every function called inside a kernel, which is
+    most of its time; here that is done once for a module.
+    """
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ready, make_ready = set(), triton_interpreter._patch_lang
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.fn.__module__
+        if module not in ready:
+            make_ready(self.fn)
+            ready.add(module)
+        return self.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(triton_interpreter.InterpretedFunction, "__call__", call)
+
+
+def check(sizes: tuple[int, ...], kind: str) -> None:
+    # the interpreter makes something else of bfloat16's subnormals
+    dtypes = [dtype for dtype in gpu.DTYPES if (dtype, kind) != (torch.bfloat16, "subnormal")]
+    gpu.check_values(summary_cuda.summarize, "cpu", sizes, (kind,), dtypes, num_times=1)
+
+
+@pytest.mark.parametrize("kind", gpu.KINDS)
+def test_one_program(kind):
+    check((1, 513), kind)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "around 1000", "not finite", "constant"])
+def test_several_programs_and_several_tiles_of_each(kind, monkeypatch):
+    monkeypatch.setattr(summary_cuda, "_MAX_TILES_OF_ONE", 1)
+    monkeypatch.setattr(summary_cuda, "_NUM_PROGRAMS", 2)
+    check((3 * 512 + 100,), kind)
+
+
+def test_shares_without_a_finite_value(monkeypatch):
+    monkeypatch.setattr(summary_cuda, "_MAX_TILES_OF_ONE", 1)
+    x = torch.full((1024,), float("nan"))
+    gpu.check(summary_cuda.summarize(x), x, "all NaN")
+    x[600] = -2.5
+    gpu.check(summary_cuda.summarize(x), x, "all but one NaN")
+
+
+def test_indices_of_more_than_32_bits(monkeypatch):
+    monkeypatch.setattr(summary_cuda, "_MAX_INT32", 1000)
+    check((1500,), "normal")
+
+
+def test_memory_that_does_not_begin_at_a_multiple_of_16_bytes():
+    x = torch.randn(600, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(summary_cuda.summarize(x[1:]), summary_cuda.summarize(x[1:].clone()))
+    gpu.check(summary_cuda.summarize(x[1:]), x[1:], "one element further")
+
+
+def test_tensors_on_a_cpu_are_left_to_the_chunks():
+    assert not summary_cuda.supports(torch.ones(3))

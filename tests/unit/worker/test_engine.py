@@ -1,0 +1,305 @@
+"""Captures on their way from the training thread to the disk."""
+
+import gc
+import os
+import threading
+import time
+import weakref
+from datetime import UTC, datetime
+
+import pytest
+import torch
+
+from qcollect.errors import CaptureError
+from qcollect.paths import RunPaths
+from qcollect.store.capture import load_capture
+from qcollect.store.manifest import read_manifest
+from qcollect.vocab import RankInfo
+from qcollect.worker.arena import HostArena
+from qcollect.worker.engine import CaptureEngine, EngineSettings
+from qcollect.worker.saver import Observation, Saver
+from qcollect.worker.staging import Stager, held_bytes
+from qcollect.worker.writers import WriterPool
+
+
+def observation(name: str = "input") -> Observation:
+    return Observation(
+        layer_type="linear",
+        layer_idx=0,
+        operation="forward",
+        phase="pre",
+        component="linear",
+        quant_type="none",
+        tensor_name=name,
+        tensor=name,
+        module="layers.0",
+        rank=RankInfo(rank=0, local_rank=0, world_size=1),
+        iteration=0,
+        micro_batch=0,
+        sample_idx=0,
+        num_samples=1,
+    )
+
+
+@pytest.fixture
+def make_engine(tmp_path):
+    engines = []
+
+    def make(**settings):
+        saver = Saver(tmp_path / "run", run_id="r", clock=lambda: datetime(2026, 1, 1, tzinfo=UTC))
+        needed = settings.pop("needed_bytes", 1 << 20)
+        engines.append(
+            CaptureEngine(saver, EngineSettings(**settings), device=torch.device("cpu"), needed_bytes=needed)
+        )
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def tensors_of(engine):
+    records = read_manifest(engine.saver.paths.manifest_path(0))
+    return {
+        record.metadata["tensor_name"]: load_capture(engine.saver.paths.run_dir / record.file) for record in records
+    }
+
+
+# -- the value --------------------------------------------------------------------------------
+
+
+def test_what_is_done_to_a_tensor_afterwards_does_not_reach_its_file(make_engine):
+    engine = make_engine()
+    x = torch.empty(1 << 12)
+    for i in range(60):
+        engine.submit(x.fill_(i), observation(f"t{i}"), i + 1)
+        x.fill_(-1)
+    engine.drain()
+    found = tensors_of(engine)
+    assert len(found) == 60
+    for i in range(60):
+        assert torch.equal(found[f"t{i}"]["tensor"], torch.full((1 << 12,), float(i)))
+        assert found[f"t{i}"]["tensor_info"]["mean"] == i
+
+
+def test_a_view_is_saved_without_the_rest_of_its_storage(make_engine):
+    engine = make_engine()
+    big = torch.arange(1_000_000.0).view(1000, 1000)
+    engine.submit(big[1], observation("row"), 1)
+    engine.submit(big[:, 3], observation("column"), 2)
+    engine.drain()
+    found = tensors_of(engine)
+    assert torch.equal(found["row"]["tensor"], big[1]) and torch.equal(found["column"]["tensor"], big[:, 3])
+    assert found["row"]["tensor"].untyped_storage().nbytes() == 4000
+    assert max(record.bytes for record in read_manifest(engine.saver.paths.manifest_path(0))) < 4000 + 16384
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j, 3.0]).conj(),
+        torch.randn(4).to(torch.float8_e4m3fn),
+        torch.randn(3, 5, dtype=torch.bfloat16).t(),
+    ],
+    ids=["0-dim", "empty", "bool", "complex", "float8", "transposed"],
+)
+def test_every_kind_of_tensor_keeps_shape_dtype_and_value(make_engine, tensor):
+    engine = make_engine()
+    engine.submit(tensor, observation(), 1)
+    engine.drain()
+    saved = tensors_of(engine)["input"]["tensor"]
+    assert (saved.shape, saved.dtype) == (tensor.shape, tensor.dtype)
+    assert saved.is_contiguous() and torch.equal(saved.to(torch.complex64), tensor.to(torch.complex64))
+
+
+# -- shared values ----------------------------------------------------------------------------
+
+
+def test_the_same_memory_seen_again_is_staged_once():
+    stager = Stager(HostArena(1 << 20))
+    x = torch.randn(100)
+    first, second, view = stager.stage(x), stager.stage(x.detach()), stager.stage(x[:50])
+    assert second is first and view is not first
+    assert first.summary() is second.summary()
+
+
+def test_memory_changed_in_place_is_staged_anew():
+    stager = Stager(HostArena(1 << 20))
+    x = torch.zeros(100)
+    first = stager.stage(x)
+    assert stager.stage(x.add_(1)) is not first
+    assert first.tensor.sum() == 0
+
+
+def test_memory_given_to_another_tensor_is_staged_anew():
+    stager = Stager(HostArena(1 << 20))
+    seen = []
+    for i in range(50):  # the allocator gives the same memory again
+        x = torch.full((1000,), float(i))
+        seen.append(stager.stage(x))
+        del x
+    assert [float(staged.tensor[0]) for staged in seen] == [float(i) for i in range(50)]
+
+
+def test_after_forgetting_the_memory_is_given_back():
+    arena = HostArena(1 << 16)
+    stager = Stager(arena)
+    for _ in range(3):
+        staged = [stager.stage(torch.randn(1000)) for _ in range(4)]
+        stager.forget()
+        for one in staged:
+            stager.release(one)
+        assert arena._free == [(0, arena.num_bytes)]
+
+
+# -- bounded memory ---------------------------------------------------------------------------
+
+
+def test_who_asks_for_more_than_is_free_waits_for_a_release():
+    arena = HostArena(8192)
+    held = [arena.allocate(4096), arena.allocate(4096)]
+    assert arena.try_allocate(1) is None
+    threading.Timer(0.2, lambda: arena.release(held[0])).start()
+    assert arena.allocate(100).offset == held[0].offset
+    assert arena.waited_s > 0.1
+
+
+def test_what_is_larger_than_the_arena_gets_memory_of_its_own_one_at_a_time():
+    arena = HostArena(4096)
+    large = arena.allocate(1 << 20)
+    assert large.offset is None and arena.try_allocate(1 << 20) is None
+    arena.release(large)
+    assert arena.try_allocate(1 << 20) is not None
+
+
+def test_neighbours_given_back_in_any_order_are_one_piece_again():
+    arena = HostArena(5 * 4096)
+    slots = [arena.allocate(4000) for _ in range(5)]
+    for i in (1, 3, 0, 4, 2):
+        arena.release(slots[i])
+    assert arena.allocate(5 * 4096).offset == 0
+
+
+def test_captures_of_many_times_the_memory_all_arrive(make_engine):
+    engine = make_engine(host_memory_bytes=3 * held_bytes(40_000))
+    values = [torch.randn(10_000) for _ in range(40)]
+    for i, value in enumerate(values):
+        engine.submit(value, observation(f"t{i}"), i + 1)
+    engine.drain()
+    found = tensors_of(engine)
+    assert all(torch.equal(found[f"t{i}"]["tensor"], value) for i, value in enumerate(values))
+
+
+def test_a_graph_is_not_kept_alive_by_what_was_captured_of_it(make_engine):
+    class Mark:
+        pass
+
+    engine, mark = make_engine(), Mark()
+    y = torch.randn(10, requires_grad=True) * 2
+    y.grad_fn.metadata["mark"] = mark
+    gone = weakref.ref(mark)
+    del mark
+    assert gone() is not None
+    engine.submit(y, observation(), 1)
+    del y
+    gc.collect()
+    assert gone() is None
+    engine.drain()
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+def test_a_capture_that_cannot_be_written_stops_the_training_and_names_the_path(make_engine):
+    engine = make_engine()
+    engine.saver.paths.run_dir.write_text("a file where the folder should be")
+    engine.submit(torch.zeros(3), observation(), 1)
+    with pytest.raises(CaptureError, match=str(engine.saver.paths.run_dir)):
+        engine.drain()
+    with pytest.raises(CaptureError):
+        engine.submit(torch.zeros(3), observation(), 2)
+
+
+def test_or_it_is_counted_and_the_training_goes_on(make_engine):
+    engine = make_engine(on_error="continue")
+    engine.submit(torch.zeros(3), observation("a"), 1)
+    engine.submit(torch.zeros(3), observation("b"), 1)
+    engine.drain()
+    (engine.saver.paths.run_dir / "moved").mkdir()
+    for path in engine.saver.paths.run_dir.glob("*.pt"):
+        path.rename(path.parent / "moved" / path.name)
+    engine.saver.paths.manifest_path(0).unlink()
+    engine.saver.paths.manifest_path(0).mkdir()
+    engine.submit(torch.zeros(3), observation("c"), 3)
+    engine.drain()
+    assert engine.num_missing == 1 and "rank00000.jsonl" in str(engine.first_missing)
+    assert not list(engine.saver.paths.run_dir.glob("*.pt"))
+
+
+def test_a_writer_that_fails_keeps_its_error_and_the_others_work_on():
+    done = []
+
+    def work(job):
+        if job == 3:
+            raise ValueError("three")
+        done.append(job)
+
+    pool = WriterPool(2, work)
+    for job in range(10):
+        pool.submit(job)
+    pool.close()
+    assert sorted(done) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and str(pool.error) == "three"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_captures_nothing_and_waits_for_nothing(make_engine):
+    engine = make_engine()
+    engine.submit(torch.zeros(3), observation("parent"), 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.submit(torch.zeros(3), observation("child"), 2)
+            engine.drain()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == (child, 0)
+    engine.drain()
+    assert list(tensors_of(engine)) == ["parent"]
+
+
+def test_threads_end_with_the_engine(make_engine):
+    before = set(threading.enumerate())
+    engine = make_engine()
+    engine.submit(torch.zeros(3), observation(), 1)
+    engine.close()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("durability", ["none", "file", "all"])
+def test_what_is_synced_is_what_was_asked_for(make_engine, monkeypatch, durability):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), fsync(file)))
+    engine = make_engine(durability=durability)
+    engine.saver.durability = durability
+    engine.submit(torch.zeros(3), observation(), 1)
+    engine.drain()
+    assert len(synced) == {"none": 0, "file": 2, "all": 3}[durability]  # the file and its folder, the manifest
+
+
+def test_other_checkpoints_of_the_process_keep_their_checksums(make_engine, tmp_path):
+    from torch.serialization import get_crc32_options
+
+    engine = make_engine()
+    engine.submit(torch.zeros(3), observation(), 1)
+    engine.drain()
+    assert get_crc32_options()
+    assert RunPaths(engine.saver.paths.run_dir).run_dir.is_dir()

@@ -408,7 +408,7 @@ def test_folder_that_cannot_be_written_is_an_error_with_the_path(tmp_path):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
 def test_dtype_and_bits_of_narrow_floats_are_kept(name):
-    """numpy knows none of them: pytorch/pytorch issue 114634."""
+    """numpy knows none of them."""
     bits = torch.arange(256, dtype=torch.uint8)
     x = bits.view(getattr(torch, name))
     loaded = torch.load(save_tensor(x, "linear", "forward", tensor_name="input"), weights_only=True)

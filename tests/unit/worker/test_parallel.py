@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import qcollect
 from qcollect.formats.quantizer import Quantizer
+from qcollect.tensor_saver import save_tensor
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -105,6 +106,7 @@ matrix = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 quantizer = Quantizer.create("nvfp4", hadamard=16)
 parts = distribute_tensor(matrix, mesh, [Shard(0)])
 report["rotated"] = torch.equal(quantizer.amax_of(parts), quantizer.amax_of(matrix))
+save_tensor(parts, "linear", "forward", tensor_name="weight", quant_type="none")
 print(json.dumps(report))
 dist.destroy_process_group()
 """
@@ -115,7 +117,7 @@ def two_ranks(tmp_path_factory):
     """(the folder, what rank 0 and rank 1 say)"""
     folder = tmp_path_factory.mktemp("parallel")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TENSOR_SAVE", "QCOLLECT", "CUSTOM_QUANT"))}
-    env |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    env |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TENSOR_SAVE_DIR": str(folder / "by_hand")}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(folder)],
@@ -229,3 +231,12 @@ def test_kernel_that_runs_on_a_ranks_heads_says_which(two_ranks):
     for capture in both:
         (entry,) = capture.metadata["consumers"]
         assert (entry["amax"], entry["amax_scope"]) == (largest, "2 ranks")
+
+
+def test_part_saved_by_hand_is_that_of_the_rank(two_ranks):
+    folder, _ = two_ranks
+    both = captures(folder / "by_hand", tensor_name="weight")
+    assert torch.equal(
+        torch.cat([c.load() for c in both]), torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    )
+    assert [c.metadata["sharding"]["offset"] for c in both] == [[0, 0], [4, 0]]

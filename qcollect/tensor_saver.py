@@ -46,6 +46,7 @@ from qcollect.formats.catalog import get_quant_type
 from qcollect.vocab import Operation, Phase, RankInfo, Values
 from qcollect.worker.collect import saving_enabled
 from qcollect.worker.saver import Observation, Saver, default_component
+from qcollect.worker.sharding import describe_sharding, local_of
 from qcollect.worker.state import STATE, TensorCollectionState, detect_rank, find_rank
 
 __all__ = [
@@ -108,7 +109,7 @@ class TensorSaver:
         """Save one tensor's value as it is now.
 
         Args:
-            tensor: any dtype, device and strides; None is skipped.
+            tensor: any dtype, device and strides, of a DTensor this rank's part; None is skipped.
             layer_type: ``attention`` or ``linear``.
             operation: ``forward`` or ``backward``.
             quant_type: None: the saver's.
@@ -170,10 +171,10 @@ class TensorSaver:
             token_layout=extra.get("token_layout"),
             loss_scale=float(extra.get("loss_scale", 1.0)),
             token_hash=extra.get("token_hash"),
-            sharding=extra.get("sharding"),
+            sharding=extra.get("sharding", describe_sharding(tensor)),
             extra=extra,
         )
-        self._saved[key] = str(self._saver.save(tensor, seen))
+        self._saved[key] = str(self._saver.save(local_of(tensor), seen))
         return self._saved[key]
 
     def save_attention_tensors(

@@ -34,7 +34,7 @@ from qcollect.formats.hadamard import rotate
 from qcollect.formats.quantized import Quantized
 from qcollect.formats.records import QuantType, Rounding, ScaleRule
 from qcollect.formats.scales import power_of_two_scale, tensor_decode, tensor_encode
-from qcollect.formats.scope import global_amax, local_part
+from qcollect.formats.scope import global_amax, holders, local_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +144,8 @@ class Quantizer:
         check_tensor(part, self.quant_type)
         if not self.has_tensor_scale or self.quant_type.tensor_scale is None:
             return None
-        rotated = x if self.hadamard is None else self._rotated(part, hadamard_seed)
-        return global_amax(rotated, self.quant_type.tensor_scale, group)
+        rotated = part if self.hadamard is None else self._rotated(part, hadamard_seed)
+        return global_amax(rotated, self.quant_type.tensor_scale, holders(x, group))
 
     @torch.no_grad()
     def scale_of(self, amax: float | Tensor | None) -> Tensor | None:

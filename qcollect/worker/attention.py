@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qcollect.vocab import Gemm
 from qcollect.worker.frame import Frame, ModuleTap
+from qcollect.worker.sharding import local_of, spread_heads
 
 PREFIX = "qcollect_"
 HEADS_LAYOUT = "batch,head,token,head_dim"
@@ -50,12 +51,12 @@ class _OperandTap(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _observe_output(tap: ModuleTap, frame: Frame, output: Tensor) -> None:
-    """The kernel's output on the way out, its gradient on the way back."""
-    tap.observe(frame, "output", output, token_layout=OUTPUT_LAYOUT)
+def _observe_output(tap: ModuleTap, frame: Frame, output: Tensor, whole: Callable[[Tensor], Tensor]) -> None:
+    """The kernel's output on the way out, its gradient on the way back; ``whole`` says of what they are parts."""
+    tap.observe(frame, "output", whole(output), token_layout=OUTPUT_LAYOUT)
 
     def observe_grad(grad: Tensor) -> None:
-        tap.observe(frame, "grad_output", grad, token_layout=OUTPUT_LAYOUT)
+        tap.observe(frame, "grad_output", whole(grad), token_layout=OUTPUT_LAYOUT)
 
     if output.requires_grad:
         output.register_hook(observe_grad)  # type: ignore[no-untyped-call]
@@ -83,10 +84,12 @@ def _make_twin(name: str) -> Callable[..., Any]:
         tap, current_frame = found
         frame = current_frame()
         frame = None if frame is None else frame.of_call(tap.module)
-        query, key, value = _OperandTap.apply(query, key, value, tap, frame)  # type: ignore[no-untyped-call]
-        output, *rest = kernel(module, query, key, value, mask, **kwargs)
+        spread = spread_heads(module)
+        operands = [query, key, value] if spread is None else [spread(t, 1) for t in (query, key, value)]
+        tapped = _OperandTap.apply(*operands, tap, frame)  # type: ignore[no-untyped-call]
+        output, *rest = kernel(module, *(t if spread is None else local_of(t) for t in tapped), mask, **kwargs)
         if frame is not None:
-            _observe_output(tap, frame, output)
+            _observe_output(tap, frame, output, (lambda t: t) if spread is None else (lambda t: spread(t, 2)))
         return (output, *rest)
 
     twin: Callable[..., Any] = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]

@@ -32,8 +32,9 @@ from qcollect.worker.collector import (
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
-from qcollect.worker.sites import find_modules, unwrap
+from qcollect.worker.sites import find_modules, named_modules, unwrap
 from qcollect.worker.state import detect_rank
+from qcollect.worker.unserved import describe_unserved, find_unserved
 
 PLAN_VARIABLE = "QCOLLECT_PLAN"
 CAPTURE_SETTINGS = tuple(f.name for f in fields(CaptureSpec) if f.name != "target")
@@ -89,8 +90,11 @@ def collect(
         seed: of everything random in quantization.
         settings: any field of a recipe's ``capture`` and ``quant`` sections (``values="both"``, ``layers=[0]``, ...).
 
+    What has products that no tap reaches (experts in one tensor, a kernel of a module's own) is named in one warning.
+
     Raises:
-        UsageError: a setting that does not exist, a selector that matches nothing, an unknown type.
+        UsageError: a setting that does not exist, a selector that matches nothing, an unknown type, a model that is
+            compiled already or lies in ``nn.DataParallel``.
         PreflightError: ``out_dir`` holds a run, or the target cannot be reached.
     """
     global was_called
@@ -108,6 +112,9 @@ def collect(
     policy = QuantPolicy.from_spec(quant, seed)
     rank = detect_rank(next(model.parameters(), None))
     _check_ranks(rank, group)
+    unserved = find_unserved(unwrap(model), policy)
+    if unserved and seat(rank) == 0:
+        warnings.warn(f"qcollect: {describe_unserved(unserved)}", stacklevel=2)
     sites = sites_of(unwrap(model), policy)
     if quant.exclude:
         match_names(quant.exclude, _excludable(unwrap(model), sites), key="exclude")
@@ -199,7 +206,7 @@ def _check_ranks(rank: RankInfo, group: Any) -> None:
 def _excludable(model: nn.Module, sites: Sequence[ModuleSites]) -> list[str]:
     """What ``exclude`` can name: not a module that only holds others."""
     names = {site.module for site in sites}
-    return [name for name, module in model.named_modules() if name in names or next(module.children(), None) is None]
+    return [name for name, module in named_modules(model) if name in names or next(module.children(), None) is None]
 
 
 def _without_grad(module: nn.Module) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from qcollect.errors import CaptureError, OutputError, UsageError
 from qcollect.paths import RunPaths
@@ -24,14 +24,14 @@ from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
 from qcollect.plan.stop import StopCause, read_stop, request_stop
 from qcollect.vocab import RankInfo
 from qcollect.worker.engine import CaptureEngine, EngineSettings
-from qcollect.worker.frame import Frame, TakenCapture, Wanted, want_key
+from qcollect.worker.frame import Frame, Moment, TakenCapture, Wanted, want_key
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
 from qcollect.worker.saver import Observation, Saver, Source, fix_value
 from qcollect.worker.shortfall import Place, Shortfall
-from qcollect.worker.sites import install, unwrap
+from qcollect.worker.sites import Taps, install, unwrap
 from qcollect.worker.staging import held_bytes
 from qcollect.worker.state import STATE
 
@@ -104,7 +104,9 @@ class Collector:
         )
         self._is_stopped = False
         self._frames: list[Frame] = []
-        self._undo: list[Callable[[], None]] = []
+        self._moment: Moment = (self.iteration, self.micro_batch)
+        self._taps = Taps()
+        self._hooks: list[Any] = []
         self._step_started = time.monotonic()
         self._vote_group = vote_group
         device = next((str(p.device) for p in self.model.parameters()), "cpu")
@@ -121,22 +123,21 @@ class Collector:
             self.settings.policy.prepare(parameter.dtype)
         if not self.is_complete and self.settings.enabled:
             self._start_engine(torch.device("cpu") if parameter is None else parameter.device)
-        self._undo.append(
-            install(self.model, self.settings.policy, lambda: self.frame, lambda: (self.iteration, self.micro_batch))
-        )
+        self._taps = install(self.model, self.settings.policy, lambda: self.frame, lambda: self._moment)
         begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
-        handle = self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-        self._undo.append(handle.remove)  # twice does no harm
-        self._stop_capture = handle.remove
+        watch = torch.compiler.disable(self._watch_backward)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+            self.model.register_forward_hook(watch),
+        ]
         self.progress.update(state="training", captured=self.num_captured, force=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self.frame = None
+        self._remove_hooks()
+        self._taps.remove()
         self._frames.clear()
         self._finish_engine(raises=kind is None)
         if kind is None:
@@ -144,6 +145,17 @@ class Collector:
                 self._announce_end()
             self.progress.update(state="done" if self._is_stopped else "left", force=True)
             self._report_shortfall()
+
+    def _remove_hooks(self) -> None:
+        self.frame = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _leave_capturing(self) -> None:
+        """The target is reached: what only captures is taken off the model, what quantizes stays."""
+        self._taps.remove_idle()
+        if not self.settings.policy.is_stochastic:  # whose draws follow the micro-batch
+            self._remove_hooks()
 
     def _start_engine(self, device: torch.device) -> None:
         self.engine = CaptureEngine(
@@ -213,6 +225,9 @@ class Collector:
             self.frame = None  # an evaluation pass: quantized, not recorded
             return
         self.micro_batch += 1
+        self._moment = self.iteration, self.micro_batch
+        if self._is_stopped:
+            return
         if self.engine is not None:
             self.engine.forget()
         tokens = _tokens(args, kwargs)
@@ -244,6 +259,18 @@ class Collector:
             self._frames.append(frame)
         self.frame = frame
         self.progress.update(num_micro_batches=self.micro_batch + 1)
+
+    def _watch_backward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Backward may run forwards again, after those of other micro-batches: they are of this one."""
+        frame, moment = self.frame, self._moment
+
+        def enter(grad: torch.Tensor) -> None:
+            if moment[0] == self.iteration:
+                self.frame, self._moment = frame, moment
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(enter)  # type: ignore[no-untyped-call]
 
     def _drop_kept(self, frame: Frame) -> None:
         for want, (_, planned) in list(frame.wanted.items()):
@@ -299,6 +326,7 @@ class Collector:
             loss_scale=self.settings.loss_scale,
             token_hash=frame.token_hash,
             block_scales=taken.block_scales,
+            sharding=taken.sharding,
         )
         if self.kept.is_proven(frame.iteration):
             self._submit(taken.tensor, seen, taken.counter, Source.of(taken.tensor))
@@ -345,7 +373,8 @@ class Collector:
 
         Returns:
             True when training may end: every rank has its share, or a stop was asked for. The answer is
-            the same on all ranks. With saving off nothing is waited for, and training goes on.
+            the same on all ranks, and from then on nothing is captured. With saving off nothing is waited for, and
+            training goes on.
 
         Raises:
             CaptureError: a planned capture did not come.
@@ -354,6 +383,9 @@ class Collector:
         duration_s, self._step_started = now - self._step_started, now
         if self.seat == 0 and metrics and self._leaves_files:
             self._write_metrics(metrics, duration_s)
+        if self._is_stopped:
+            self._advance(metrics.get("loss"))
+            return True
         num_taken = self._num_taken - self._num_taken_before
         unstarted = [c for c in self._cuts_of_iteration() if c.micro_batch > self.micro_batch]
         self._shortfall.settle(
@@ -363,24 +395,30 @@ class Collector:
             num_taken=num_taken,
         )
         self._num_taken_before = self._num_taken
-        self.iteration += 1
-        self.micro_batch = -1
-        self.frame = None
-        self._frames.clear()
-        STATE.track(iteration=self.iteration, micro_batch=0)
+        self._advance(metrics.get("loss"))
         if self.engine is not None:
             self.engine.forget()
             self.engine.check()
             if self.is_complete:  # the others may not be
                 self._finish_engine(raises=True)
-        self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=metrics.get("loss"))
         stop = self._vote(stop=self.paths.stop_path.exists())
         if stop:
             self._is_stopped = True
+            self._leave_capturing()
             self.progress.update(state="draining", force=True)
-            self._stop_capture()
             self._finish_engine(raises=True)
         return stop
+
+    def _advance(self, loss: float | None) -> None:
+        self.iteration += 1
+        self.micro_batch = -1
+        self._moment = self.iteration, self.micro_batch
+        self.frame = None
+        for frame in self._frames:
+            frame.wanted.clear()  # what a later backward gives was settled as missing
+        self._frames.clear()
+        STATE.track(iteration=self.iteration, micro_batch=0)
+        self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=loss)
 
     def _write_metrics(self, metrics: dict[str, float], duration_s: float) -> None:
         line: dict[str, Any] = {"iteration": self.iteration, **metrics, "time_s": duration_s}

@@ -16,6 +16,7 @@ from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import Gemm, LayerType
 from qcollect.worker.gemm import Operand
 from qcollect.worker.policy import Quantizers, Use
+from qcollect.worker.sharding import describe_sharding, is_sharded, local_of
 
 Moment = tuple[int, int]  # iteration, micro-batch
 WantKey = tuple[str, str, Gemm | None]  # module, tensor name, gemm (None: the original)
@@ -28,7 +29,12 @@ def want_key(capture: PlannedCapture) -> WantKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenCapture:
-    """A wanted tensor, seen: ``counter`` is its place in the schedule, ``block_scales`` those of a quantized copy."""
+    """A wanted tensor, seen; of a DTensor this rank's part.
+
+    Args:
+        counter: its place in the schedule.
+        block_scales: of a quantized copy.
+    """
 
     planned: PlannedCapture
     counter: int
@@ -36,6 +42,7 @@ class TakenCapture:
     tensor: torch.Tensor
     consumers: list[dict[str, Any]]
     token_layout: str
+    sharding: dict[str, Any] | None = None
     block_scales: ScaleCodes | None = None
 
 
@@ -98,10 +105,11 @@ class Frame:
                 planned=planned,
                 counter=counter,
                 frame=self,
-                tensor=tensor,
+                tensor=local_of(tensor),
                 consumers=consumers,
                 token_layout=token_layout,
                 block_scales=block_scales,
+                sharding=describe_sharding(tensor),
             )
         )
 
@@ -235,12 +243,16 @@ class ModuleTap:
             token_layout: the meaning of its dimensions.
             matrices: by consuming gemm, the operand as that gemm sees it; empty for a result.
         """
-        if frame is None or not frame.wants(self.module, tensor_name):
+        if frame is None:
             return
+        is_wanted = frame.wants(self.module, tensor_name)
         consumers = []
         for gemm, matrix in (matrices or {}).items():
-            quantizer = self.quantizers[tensor_name, gemm]
-            if not quantizer.is_identity:
-                use = self._use(tensor_name, gemm, matrix, (frame.iteration, frame.micro_batch))
+            # an abs max over ranks is asked for by all of them, also those that have their share
+            if self.quantizers[tensor_name, gemm].is_identity or not (is_wanted or is_sharded(matrix)):
+                continue
+            use = self._use(tensor_name, gemm, matrix, (frame.iteration, frame.micro_batch))
+            if is_wanted:
                 consumers.append(frame.describe(self.module, use))
-        frame.take(self.module, tensor_name, tensor, consumers=consumers, token_layout=token_layout)
+        if is_wanted:
+            frame.take(self.module, tensor_name, tensor, consumers=consumers, token_layout=token_layout)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qcollect.worker.sharding import like, local_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
@@ -23,7 +25,7 @@ def multiply(a: Operand, b: Operand) -> Tensor:
     factor = _product(a.factor, b.factor)
     if factor is None:
         return a.values.mm(b.values)
-    return (_float32_product(a.values, b.values) * factor).to(a.values.dtype)
+    return _scaled(_float32_product(a.values, b.values), factor).to(a.values.dtype)
 
 
 def project(x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
@@ -31,7 +33,7 @@ def project(x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
     factor = _product(x.factor, weight.factor)
     if factor is None:
         return F.linear(x.values, weight.values, bias)
-    output = _float32_product(x.values, weight.values.t()) * factor
+    output = _scaled(_float32_product(x.values, weight.values.t()), factor)
     return (output if bias is None else output + bias).to(x.values.dtype)
 
 
@@ -39,6 +41,10 @@ def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return a if b is None else b
     return a * b
+
+
+def _scaled(product: Tensor, factor: Tensor) -> Tensor:
+    return like(product, local_of(product) * factor)  # partial sums of ranks stay so
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The recipe's model on the meta device: its sites, without weights, data or accelerator memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qcollect.errors import QcollectError
+from qcollect.errors import CheckpointError, QcollectError
 from qcollect.plan.finding import Finding, Level
 from qcollect.plan.inspection import Device, Inspection
 from qcollect.plan.schedule import ModuleSites
@@ -22,6 +22,9 @@ from qcollect.worker.model import build_empty, build_model, load_config
 from qcollect.worker.model_facts import ModelFacts, remember
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import FoundModule, find_excluded, find_modules, install
+from qcollect.worker.unserved import describe_unserved, find_uncalled, find_unserved
+
+MODEL_CHECK = "model"
 
 
 def inspect_recipe(recipe: Recipe) -> Inspection:
@@ -103,16 +106,43 @@ def meta_sites(model: nn.Module, recipe: Recipe) -> list[ModuleSites]:
     frame = _MetaFrame(seen)
     policy = QuantPolicy.from_spec(recipe.quant)
     observing = QuantPolicy.from_spec(QuantSpec(type="none"))
-    uninstall = install(model, observing, lambda: frame)  # type: ignore[arg-type,return-value]
+    taps = install(model, observing, lambda: frame)  # type: ignore[arg-type,return-value]
     try:
         batch, length = recipe.train.micro_batch_size, recipe.data.sequence_length
-        tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
-        # a ready-made mask: transformers would look into the values to make one
-        mask = torch.zeros(batch, 1, length, length, dtype=torch.bool, device="meta")
-        model(input_ids=tokens, attention_mask=mask)
+        _run_on_meta(model, batch, length)
     finally:
-        uninstall()
+        taps.remove()
     return [_sites(found, seen[found.name], policy) for found in find_modules(model) if found.name in seen]
+
+
+def _run_on_meta(model: nn.Module, batch: int, length: int) -> None:
+    """One forward without values.
+
+    Raises:
+        CheckpointError: the model's code looks into values.
+    """
+    choose_experts = getattr(model, "set_experts_implementation", None)
+    if choose_experts is not None and getattr(model.config, "_experts_implementation", None) is not None:
+        choose_experts("batched_mm")  # the one whose shapes depend on no values, in any dtype
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    # a ready-made mask: most models would look into the values of another to make one; some take no such
+    ready_made = torch.zeros(batch, 1, length, length, dtype=torch.bool, device="meta")
+    masks: tuple[dict[str, torch.Tensor], ...] = (
+        {"attention_mask": ready_made},
+        {},
+        {"attention_mask": torch.ones(batch, length, dtype=torch.int64, device="meta")},
+    )
+    errors: list[Exception] = []
+    for mask in masks:
+        try:
+            model(input_ids=tokens, **mask)
+            return
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            errors.append(error)
+    raise CheckpointError(
+        f"{type(model).__name__} does not run on the meta device, where its sites are looked for: "
+        f"{str(errors[0]).splitlines()[0]}; collect from it in a script of your own (qcollect.collect)"
+    ) from errors[0]
 
 
 @dataclass(slots=True)
@@ -179,6 +209,7 @@ def examine_model(recipe: Recipe) -> ModelFacts:
     if checkpoint is not None and not findings:
         findings += _compare(checkpoint, files, model)
     findings += _check_length(recipe, model)
+    findings += _check_served(recipe, model, modules)
     config: Any = model.config
     return ModelFacts(
         modules=tuple(modules),
@@ -190,14 +221,41 @@ def examine_model(recipe: Recipe) -> ModelFacts:
 
 
 def _compare(checkpoint: Path, files: CheckpointFiles, model: Any) -> list[Finding]:
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return compare_tensors(
         checkpoint,
-        files.shapes,
-        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        _as_loaded(files.shapes, model, wanted),
+        wanted,
         tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
         prefix=str(getattr(model, "base_model_prefix", "")),
         config=model.config.to_dict(),
     )
+
+
+def _as_loaded(
+    held: Mapping[str, tuple[int, ...]], model: Any, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The files' tensors by the names transformers loads them under.
+
+    What it makes of several tensors (a layer's experts) counts with the shape the model wants: loading judges that.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    loaded = {}
+    for name, shape in held.items():
+        renamed, pattern = (name, None) if name in wanted else rename_source_key(name, renamings, converters)
+        if pattern is None:
+            loaded[renamed] = shape
+            continue
+        (converter,) = [c for c in converters if pattern in c.source_patterns]
+        first, *others = converter.target_patterns
+        for target in (renamed, *(renamed.replace(first, other) for other in others)):
+            loaded[target] = wanted.get(target, shape)
+    return loaded
 
 
 def _check_length(recipe: Recipe, model: nn.Module) -> list[Finding]:
@@ -211,6 +269,13 @@ def _check_length(recipe: Recipe, model: nn.Module) -> list[Finding]:
             "shorten the sequence",
         )
     ]
+
+
+def _check_served(recipe: Recipe, model: nn.Module, modules: Sequence[ModuleSites]) -> list[Finding]:
+    unserved = find_unserved(model, QuantPolicy.from_spec(recipe.quant))
+    unserved += find_uncalled(model, {sites.module for sites in modules})
+    advice = "what quant.exclude names is not told"
+    return [Finding.warning(MODEL_CHECK, describe_unserved(unserved), advice)] if unserved else []
 
 
 def _describe_model(

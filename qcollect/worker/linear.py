@@ -8,6 +8,7 @@ Every operand is quantized from its original values, never from another quantize
 identity quantizers the three gemms are the calls torch's own linear makes, bit for bit.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -31,18 +32,24 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 class QuantizedLinearFunction(torch.autograd.Function):
-    """Y = X W^T + b with every gemm operand through its quantizer."""
+    """Y = X W^T + b with every gemm operand through its quantizer.
+
+    ``folds`` is of a module that hands torch's gemms the matrix W^T it keeps, with the input flattened (Conv1D).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: ModuleTap, frame: Frame | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: ModuleTap, frame: Frame | None, folds: bool
     ) -> Tensor:
-        ctx.tap, ctx.frame, ctx.has_bias = tap, frame, bias is not None
-        ctx.save_for_backward(x, weight)
+        ctx.tap, ctx.frame, ctx.has_bias, ctx.folds = tap, frame, bias is not None, folds
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        # as torch does: what no gradient needs may be changed in place, and its memory be given back
+        ctx.save_for_backward(x if needs_wgrad else None, weight if needs_dgrad else None)
+        ctx.input_shape = x.shape
         ctx.moment = moment = tap.moment()
         xq = tap.operand(frame, "input", x, Gemm.FPROP, moment, token_layout="token,in_features", matrix=_matrix(x))
         wq = tap.operand(frame, "weight", weight, Gemm.FPROP, moment, token_layout=WEIGHT_LAYOUT)
-        if tap.quantizers["input", Gemm.FPROP].is_identity:
+        if tap.quantizers["input", Gemm.FPROP].is_identity and not folds:
             xq = Operand(values=x)  # by shape and strides torch chooses between calls that round differently
         # a quantized input comes flattened, which is what torch folds a 3-D one to
         output = project(xq, wq, bias)
@@ -70,16 +77,16 @@ class QuantizedLinearFunction(torch.autograd.Function):
         if needs_dgrad:
             gq = along_features or tap.operand(frame, "grad_output", grads, Gemm.DGRAD, moment, token_layout=layout)
             wq = tap.operand(frame, "weight", weight, Gemm.DGRAD, moment, token_layout=WEIGHT_LAYOUT)
-            grad_input = multiply(gq, wq).view(x.shape)
-            tap.observe(frame, "grad_input", grad_input, token_layout=_layout(x, "in_features"))
+            grad_input = multiply(gq, wq).view(ctx.input_shape)
+            tap.observe(frame, "grad_input", grad_input, token_layout=_layout(grad_input, "in_features"))
         if needs_wgrad:
             gq = along_tokens or tap.operand(frame, "grad_output", grads, Gemm.WGRAD, moment, token_layout=layout)
             xq = tap.operand(frame, "input", x, Gemm.WGRAD, moment, token_layout="token,in_features", matrix=_matrix(x))
-            grad_weight = multiply(gq.t(), xq)
+            grad_weight = multiply(xq.t(), gq).t() if ctx.folds else multiply(gq.t(), xq)
             tap.observe(frame, "grad_weight", grad_weight, token_layout=WEIGHT_LAYOUT)
         if ctx.has_bias and needs_bgrad:
             grad_bias = grads.sum(0)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _expected_gemms(x: Tensor, weight: Tensor) -> frozenset[Gemm]:
@@ -98,24 +105,57 @@ def _observe_operands(tap: ModuleTap, frame: Frame, x: Tensor, weight: Tensor, g
         tap.observe(frame, name, tensor, token_layout=layout, matrices=matrices)
 
 
-def quantized_linear(module: nn.Linear, x: Tensor, tap: ModuleTap, frame: Frame | None) -> Tensor:
-    """``module(x)`` with quantized gemms. Under autocast the operands are cast first, as F.linear casts them."""
+def quantized_linear(module: nn.Module, x: Tensor, tap: ModuleTap, frame: Frame | None) -> Tensor:
+    """``module(x)`` with quantized gemms. Under autocast the operands are cast first, as F.linear casts them.
+
+    Args:
+        module: an ``nn.Linear``, or transformers' Conv1D, a linear that keeps its weight transposed.
+        x: its input.
+        tap: the module's.
+        frame: of the forward that runs; None when nothing is captured.
+    """
     frame = None if frame is None else frame.of_call(tap.module)
-    weight, bias = module.weight, module.bias
+    folds = is_conv1d(module)
+    weight: Tensor = module.weight.t() if folds else module.weight  # type: ignore[operator,assignment]
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
     gemms = _expected_gemms(x, weight)
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return _apply(x, weight, bias, tap, frame, gemms)
+        return _apply(x, weight, bias, tap, frame, gemms, folds)
     dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
-        return _apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), tap, frame, gemms)
+        operands = _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+        return _apply(*operands, tap, frame, gemms, folds)
+
+
+def _cast(operand: Tensor, dtype: torch.dtype) -> Tensor:
+    # autocast leaves float64 alone
+    return operand if operand.dtype == torch.float64 else operand.to(dtype)
 
 
 def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tap: ModuleTap, frame: Frame | None, gemms: frozenset[Gemm]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tap: ModuleTap,
+    frame: Frame | None,
+    gemms: frozenset[Gemm],
+    folds: bool,
 ) -> Tensor:
     if frame is not None:
         _observe_operands(tap, frame, x, weight, gemms)
-    output: Tensor = QuantizedLinearFunction.apply(x, weight, bias, tap, frame)  # type: ignore[no-untyped-call]
+    output: Tensor = QuantizedLinearFunction.apply(x, weight, bias, tap, frame, folds)  # type: ignore[no-untyped-call]
     tap.observe(frame, "output", output, token_layout=_layout(output, "out_features"))
     return output
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.Linear`` or transformers' Conv1D (or a subclass) that keeps that class's forward."""
+    is_kept = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_kept or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, with its weight as (in_features, out_features)."""
+    conv1d: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return conv1d is not None and isinstance(module, conv1d) and type(module).forward is conv1d.forward

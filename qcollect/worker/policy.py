@@ -16,6 +16,7 @@ from qcollect.formats.scope import amax_scope
 from qcollect.recipe.records import QuantSpec
 from qcollect.vocab import Gemm, LayerType
 from qcollect.worker.gemm import Operand
+from qcollect.worker.sharding import like, local_of
 
 # Contraction axis of each operand of Y = X W^T, on the matrices the gemm sees:
 # X (tokens, in_features), W (out_features, in_features), dY (tokens, out_features).
@@ -84,6 +85,11 @@ class QuantPolicy:
         if not is_ready:
             warnings.warn(f"qcollect: quant.compile: {reason}; plain torch does it, more slowly", stacklevel=2)
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether some operand is rounded by what is drawn for it."""
+        return any(quantizer.is_stochastic for quantizer in (*self.linear.values(), *self.attention.values()))
+
     def excludes(self, module: str) -> bool:
         return any(fnmatchcase(module, pattern) for pattern in self.exclude)
 
@@ -115,8 +121,12 @@ def _quantizer(spec: QuantSpec, tensor_name: str, gemm: Gemm, axis: int) -> Quan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One gemm's use of one operand: its quantizer bound to the original, and what was drawn and measured for it."""
+    """One gemm's use of one operand: its quantizer bound to the original, and what was drawn and measured for it.
 
+    Of an ``original`` spread over ranks this rank's part is quantized, by the abs max of the whole.
+    """
+
+    original: torch.Tensor
     binding: Binding
     quantizer: Quantizer
     layer_type: LayerType
@@ -148,7 +158,8 @@ class Use:
         amax = quantizer.amax_of(original, hadamard_seed=hadamard_seed)
         seed = seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None
         return cls(
-            binding=quantizer.bind(original, amax=amax, seed=seed, hadamard_seed=hadamard_seed),
+            original=original,
+            binding=quantizer.bind(local_of(original), amax=amax, seed=seed, hadamard_seed=hadamard_seed),
             quantizer=quantizer,
             layer_type=layer_type,
             tensor_name=tensor_name,
@@ -160,18 +171,18 @@ class Use:
 
     def values(self) -> torch.Tensor:
         """The values consumed, in the dtype of the original: what is captured."""
-        return self.binding.values()
+        return like(self.original, self.binding.values())
 
     def operand(self) -> Operand:
         """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result."""
-        return Operand(values=self.binding.operand(), factor=self._factor())
+        return Operand(values=like(self.original, self.binding.operand()), factor=self._factor())
 
     def operands_with(self, first: "Use") -> tuple[Operand, Operand]:
         """``operand`` of this use, along the last axis, and of ``first``, along the first axis of the same original."""
         along_last, along_first = values_of_both(self.binding, first.binding, with_tensor_scale=False)
         return (
-            Operand(values=along_last, factor=self._factor()),
-            Operand(values=along_first, factor=first._factor()),
+            Operand(values=like(self.original, along_last), factor=self._factor()),
+            Operand(values=like(self.original, along_first), factor=first._factor()),
         )
 
     def _factor(self) -> torch.Tensor | None:
@@ -194,17 +205,17 @@ class Use:
         What is computed on the device is a 0-dim tensor in it: nothing waits here, but whoever writes the entry down
         (``store.capture.plain``).
         """
-        quantizer, original = self.quantizer, self.binding.x
+        quantizer, operand = self.quantizer, self.binding.x
         return {
             "gemm": str(self.gemm),
             **quantizer.describe(),
-            "axis": AXES[self.layer_type][self.tensor_name, self.gemm] % original.dim(),
+            "axis": AXES[self.layer_type][self.tensor_name, self.gemm] % operand.dim(),
             "scale": quantizer.scale_of(self.amax),
             "amax": self.amax,
-            "amax_scope": None if self.amax is None else amax_scope(original),
+            "amax_scope": None if self.amax is None else amax_scope(self.original),
             "seed": self.seed,
             "hadamard_seed": self.hadamard_seed if quantizer.hadamard else None,
             "saturate": quantizer.saturate,
-            "shape": list(original.shape),
+            "shape": list(operand.shape),
             "num_saturated": num_saturated,
         }

@@ -5,12 +5,14 @@ turn out not to exist (the input of the first linear needs none). The target sta
 captures of the schedule take the places, in the next iteration.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from qcollect.errors import CaptureError
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.worker.frame import Frame, Wanted, WantKey, want_key
+from qcollect.worker.unserved import summarize
 
 MAX_IDLE_ITERATIONS = 3
 
@@ -35,6 +37,7 @@ class Shortfall:
     _owed: list[Place] = field(default_factory=list)
     _impossible: set[WantKey] = field(default_factory=set)
     _absent: set[WantKey] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
     _num_idle: int = 0
 
     def collect(self, *, scheduled: Wanted) -> Wanted:
@@ -81,6 +84,8 @@ class Shortfall:
                 (self._impossible if frame.was_called(key[0]) else self._absent).add(key)
         missing += unstarted
         if not missing:
+            if self._owed and not num_taken:
+                self._refuse_idling()
             return
         counter, first = missing[0]
         named = f"{len(missing)} captures, first number {counter}, {first.module} {first.operation} {first.tensor_name}"
@@ -89,7 +94,28 @@ class Shortfall:
                 f"rank {self.rank}, iteration {iteration}: did not see {named}; the script's model differs from the "
                 "recipe's, the module did not run, or the micro-batch did not come"
             )
+        self._tell_absent(iteration)
         self._num_idle = 0 if num_taken else self._num_idle + 1
         if self._num_idle >= MAX_IDLE_ITERATIONS or len(self._impossible) == len(self.captures):
             raise CaptureError(f"rank {self.rank}: {named} do not come up in the model's training forward")
         self._owed += missing
+
+    def _refuse_idling(self) -> None:
+        """What is owed is asked for in every iteration: nothing ran that could give it."""
+        self._num_idle += 1
+        if self._num_idle >= MAX_IDLE_ITERATIONS:
+            raise CaptureError(
+                f"rank {self.rank}: {len(self._owed)} captures are to come, and for {self._num_idle} iterations the "
+                "model's own forward did not run in training mode; call model.train(), and the model that was given "
+                "to collect (a compiled copy may have run)"
+            )
+
+    def _tell_absent(self, iteration: int) -> None:
+        names = sorted({key[0] for key in self._absent} - self._told)
+        if names:
+            self._told.update(names)
+            warnings.warn(
+                f"qcollect: rank {self.rank}: not called in iteration {iteration}: {summarize(names)}; "
+                "what was to be captured there is taken elsewhere",
+                stacklevel=4,
+            )

@@ -13,8 +13,10 @@ from qcollect.errors import UsageError
 from qcollect.vocab import LayerType
 from qcollect.worker.attention import PREFIX, TAP_ATTRIBUTE, is_attention, tapped_implementation
 from qcollect.worker.frame import Frame, ModuleTap, Moment
-from qcollect.worker.linear import quantized_linear
-from qcollect.worker.policy import QuantPolicy
+from qcollect.worker.linear import is_linear, quantized_linear
+from qcollect.worker.policy import Quantizers, QuantPolicy
+
+WRAPPER_NAMES = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +31,43 @@ class FoundModule:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, whose FQNs and forward are the ones meant."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner: nn.Module = model.module
+    """The user's model inside torch's data-parallel wrappers, whose FQNs and forward are the ones meant.
+
+    Raises:
+        UsageError: ``nn.DataParallel``.
+    """
+    if isinstance(model, nn.DataParallel):
+        raise UsageError(
+            "nn.DataParallel runs copies of the model, made anew in every forward, that nothing can be captured from; "
+            "use torch.nn.parallel.DistributedDataParallel"
+        )
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        inner: nn.Module = model.module  # type: ignore[assignment]
         return inner
     return model
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules()`` by the names the user gave: without those torch's wrappers put in between."""
+    for name, module in model.named_modules():
+        yield ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES), module
 
 
 def find_modules(model: nn.Module) -> list[FoundModule]:
     """The linears and attention kernels of ``model`` in its own order.
 
-    A linear is an ``nn.Linear`` (or a subclass that keeps its forward). The layer index is the first
-    number in the FQN: ``model.layers.3.self_attn.q_proj`` lies in layer 3.
+    A linear is what ``linear.is_linear`` says; the output projection of torch's own attention is none, since its
+    weight is used and its forward never. The layer index is the first number in the FQN:
+    ``model.layers.3.self_attn.q_proj`` lies in layer 3.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    never_called = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    for name, module in named_modules(model):
+        if module in never_called:
+            continue
+        if is_linear(module):
             layer_type = LayerType.LINEAR
         elif is_attention(module):
             layer_type = LayerType.ATTENTION
@@ -69,7 +90,7 @@ def find_excluded(model: nn.Module, policy: QuantPolicy) -> list[str]:
     heads = {f.name for f in find_modules(model) if f.on_request}
     return [
         name
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, nn.Embedding)
         or "Norm" in type(module).__name__
         or name in heads
@@ -82,23 +103,43 @@ def _layer_idx(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+class Taps:
+    """Taps on a model's modules, as ``install`` puts them on."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._undo_idle: list[Callable[[], None]] = []
+
+    def add(self, undo: Callable[[], None], *, is_idle: bool) -> None:
+        """Keep what takes a tap off; an idle one quantizes nothing."""
+        (self._undo_idle if is_idle else self._undo).append(undo)
+
+    def remove_idle(self) -> None:
+        """Take off the taps that only look: once nothing is captured any more they are of no use."""
+        while self._undo_idle:
+            self._undo_idle.pop()()
+
+    def remove(self) -> None:
+        """Take all taps off and leave the model as it was."""
+        self.remove_idle()
+        while self._undo:
+            self._undo.pop()()
+
+
 def install(
     model: nn.Module,
     policy: QuantPolicy,
     current_frame: Callable[[], Frame | None],
     moment: Callable[[], Moment] = lambda: (0, 0),
-) -> Callable[[], None]:
+) -> Taps:
     """Tap every module of ``find_modules``: operands are quantized and offered to the current frame.
 
     ``moment`` gives iteration and micro-batch of the forward that runs.
 
-    Returns:
-        A function that takes all taps off and leaves the model as it was.
-
     Raises:
         UsageError: there are taps already.
     """
-    undo: list[Callable[[], None]] = []
+    taps = Taps()
     modules = find_modules(model)
     if any(hasattr(owner, TAP_ATTRIBUTE) for f in modules for owner in (f.module, f.module.__dict__.get("forward"))):
         raise UsageError("the model is collected from already; leave that context first")
@@ -113,22 +154,21 @@ def install(
             seed=policy.seed,
             moment=moment,
         )
-        if found.layer_type == LayerType.LINEAR:
-            undo.append(_tap_linear(found.module, tap, current_frame))
-        else:
-            undo.append(_tap_attention(found.module, tap, current_frame))
-    undo += [_use_twin(config) for config in _attention_configs(model)]
+        put_on = _tap_linear if found.layer_type == LayerType.LINEAR else _tap_attention
+        taps.add(put_on(found.module, tap, current_frame), is_idle=_is_idle(quantizers))
+    for config in _attention_configs(model):
+        taps.add(_use_twin(config), is_idle=_is_idle(policy.attention))
+    return taps
 
-    def uninstall() -> None:
-        while undo:
-            undo.pop()()
 
-    return uninstall
+def _is_idle(quantizers: Quantizers) -> bool:
+    return all(quantizer.is_identity for quantizer in quantizers.values())
 
 
 def _tap_linear(module: nn.Module, tap: ModuleTap, current_frame: Callable[[], Frame | None]) -> Callable[[], None]:
-    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        return quantized_linear(self, input, tap, current_frame())
+    def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        (x,) = (*args, *kwargs.values())  # a linear calls its argument input, Conv1D x
+        return quantized_linear(self, x, tap, current_frame())
 
     before = module.__dict__.get("forward")  # another tool's wrapper would be lost otherwise
     # a model that is compiled from now on leaves its graph here

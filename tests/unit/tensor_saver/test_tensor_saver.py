@@ -404,3 +404,14 @@ def test_folder_that_cannot_be_written_is_an_error_with_the_path(tmp_path):
     (tmp_path / "tensor_logs").touch()
     with pytest.raises(CaptureError, match=f"^{tmp_path}/tensor_logs: cannot be written: File exists "):
         saver.save_tensor(X, "linear", "forward")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
+def test_dtype_and_bits_of_narrow_floats_are_kept(name):
+    """numpy knows none of them."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    x = bits.view(getattr(torch, name))
+    loaded = torch.load(save_tensor(x, "linear", "forward", tensor_name="input"), weights_only=True)
+    assert loaded["tensor"].dtype == x.dtype
+    assert loaded["tensor_info"]["dtype"] == f"torch.{name}"
+    assert torch.equal(loaded["tensor"].view(torch.uint8), bits)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import qcollect
 
@@ -163,6 +164,61 @@ def test_backward_after_the_next_forward_belongs_to_its_own_micro_batch(read_fil
     for micro_batch, (x, factor) in enumerate(zip((1.0, 2.0), (3.0, 5.0), strict=True)):
         assert files["0", "input", None, 0, micro_batch, 0]["tensor"].tolist() == [[x] * 4]
         assert files["0", "grad_output", None, 0, micro_batch, 0]["tensor"].tolist() == [[factor] * 4]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+def test_recomputed_forwards_belong_to_the_micro_batch_of_their_backward(read_files, tmp_path, use_reentrant):
+    """Two forwards, then their backwards, with an evaluation pass between: what runs again is of the first forward."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.seq = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+        def forward(self, x):
+            return {"loss": checkpoint(self.seq, x, use_reentrant=use_reentrant).square().sum()}
+
+    def train(name, num_in_flight):
+        model = Checkpointed()
+        inputs = [torch.full((2, 32), v, requires_grad=True) for v in (1.0, 2.0)]
+        settings = {"rounding": "stochastic", "micro_batches": 2}
+        with qcollect.collect(model, "mxfp8", tmp_path / name, 24, **settings) as run:
+            losses = []
+            for x in inputs:
+                losses.append(model(x)["loss"])
+                with torch.no_grad():
+                    model(x * 3)
+                if len(losses) == num_in_flight:
+                    for loss in losses:
+                        loss.backward()
+                    losses.clear()
+            assert run.step()
+        return read_files(tmp_path / name), [p.grad for p in model.parameters()]
+
+    one_by_one, expected = train("plain", 1)
+    pipelined, grads = train("pipelined", 2)
+    assert one_by_one.keys() == pipelined.keys()
+    for key, content in pipelined.items():
+        assert torch.equal(content["tensor"], one_by_one[key]["tensor"]), key
+    for a, b in zip(grads, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_linears_with_one_weight_have_gradients_of_their_own(train_plain, read_first, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    x = torch.randn(3, 4, requires_grad=True)
+    model(x).square().sum().backward()
+    total = model[0].weight.grad.clone()
+    model.zero_grad()
+    train_plain(model, x, "none", tmp_path / "run", 12)
+    files = read_first(tmp_path / "run")
+    assert torch.equal(files["0", "weight", None]["tensor"], files["2", "weight", None]["tensor"])
+    first, second = (files[name, "grad_weight", None]["tensor"] for name in ("0", "2"))
+    assert not torch.equal(first, second)
+    assert torch.equal(second + first, total)
 
 
 def test_evaluation_passes_are_not_recorded(make_llama, tokens, read_files, tmp_path):

@@ -89,3 +89,11 @@ def test_frozen_weight_under_reentrant_checkpointing_has_no_wgrad(train_plain, r
     assert ("0", "grad_weight", None) not in files
     assert [c["gemm"] for c in files["0", "input", None]["metadata"]["consumers"]] == ["fprop"]
     assert [c["gemm"] for c in files["0", "weight", None]["metadata"]["consumers"]] == ["fprop", "dgrad"]
+
+
+def test_wrapper_of_checkpointing_leaves_no_trace_in_the_names(train_plain, read_files, tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))))
+    train_plain(model, torch.randn(3, 4, requires_grad=True), "none", tmp_path / "run", 12, modules=["0.*"])
+    assert {key[0] for key in read_files(tmp_path / "run")} == {"0.0", "0.2"}

@@ -58,10 +58,15 @@ def test_target_that_needs_what_does_not_exist_again_and_again_is_an_error(tmp_p
 
 
 def test_module_that_never_runs_gives_its_places_to_others(train_plain, read_files, tmp_path):
-    """torch's attention calls its output projection's weight, never the module."""
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    run = train_plain(model, torch.randn(2, 3, 8), "mxfp8", tmp_path / "run", 14)
+    class WithSpare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear1, self.spare, self.linear2 = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.linear2(self.linear1(x))
+
+    run = train_plain(WithSpare(), torch.randn(2, 3, 8), "mxfp8", tmp_path / "run", 14)
     files = read_files(tmp_path / "run")
     assert len(files) == 14
     assert run.iteration == 2
@@ -93,6 +98,56 @@ def test_training_goes_on_quantized_after_the_target(tmp_path):
         assert not torch.equal(model(x), plain)
     assert torch.equal(model(x), plain)
     assert run.num_captured == 5
+
+
+def hooks_of(model):
+    """Whatever collect puts on a model, by module."""
+    return {
+        name: (module.__dict__.get("forward"), module._forward_pre_hooks, module._forward_hooks)
+        for name, module in model.named_modules()
+        if "forward" in module.__dict__ or module._forward_pre_hooks or module._forward_hooks
+    }
+
+
+def test_what_only_captures_is_off_the_model_once_the_target_is_reached(make_llama, tokens, tmp_path):
+    model, ids = make_llama(), tokens()
+    model(input_ids=ids, labels=ids).loss.backward()
+    with qcollect.collect(model, "none", tmp_path / "none", 50) as run:
+        for _ in range(3):
+            assert hooks_of(model) or run.num_captured == 50
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert run.step()
+        assert hooks_of(model) == {}
+        assert model.config._attn_implementation == "sdpa"
+        assert not hasattr(model.model.layers[0].self_attn, TAP_ATTRIBUTE)
+    with qcollect.collect(model, "mxfp8", tmp_path / "mxfp8", 50) as run:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert run.step()
+        # seven linears go on being quantized; the head, which is not, and the model itself are as they were
+        assert [name.rsplit(".", 1)[-1] for name in hooks_of(model)] == [
+            "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+        ]  # fmt: skip
+        assert all(not pre and not post for _, pre, post in hooks_of(model).values())
+        assert run.frame is None
+    assert hooks_of(model) == {}
+
+
+def test_draws_go_on_with_the_micro_batches_after_the_target(tmp_path):
+    """Where they do not, all micro-batches of an iteration are rounded by the same draws."""
+    outputs = {}
+    for target in (2, 16):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(32, 4)), torch.randn(3, 32)
+        settings = {"operations": "forward", "iterations": "0-7", "micro_batches": 2, "tensor_names": "input"}
+        with qcollect.collect(model, "mxfp4", tmp_path / str(target), target, rounding="stochastic", **settings) as run:
+            outputs[target] = []
+            for _ in range(8):
+                outputs[target] += [model(x).detach() for _ in range(2)]
+                run.step()
+    for a, b in zip(*outputs.values(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(*outputs[2][-2:])
 
 
 FORWARD_IN_TEN_ITERATIONS = {"operations": "forward", "iterations": "0-9"}
@@ -128,6 +183,19 @@ def test_ending_with_nothing_captured_is_an_error(tmp_path):
     assert str(error.value) == (
         "rank 0: 0 of 12 captures in 1 iteration(s); the model's own forward did not run in training mode "
         "(a compiled copy may have)"
+    )
+
+
+def test_training_that_never_runs_the_model_in_training_mode_is_an_error_soon(tmp_path):
+    """As transformers' from_pretrained gives it: in evaluation mode."""
+    model, x = two_linears().eval(), torch.randn(3, 4)
+    with pytest.raises(CaptureError) as error, qcollect.collect(model, "none", tmp_path / "run", 12) as run:
+        for _ in range(100):
+            step(run, model, x)
+    assert run.iteration == 2
+    assert str(error.value) == (
+        "rank 0: 12 captures are to come, and for 3 iterations the model's own forward did not run in training mode; "
+        "call model.train(), and the model that was given to collect (a compiled copy may have run)"
     )
 
 
@@ -242,6 +310,16 @@ def test_compiled_model_is_refused_before_anything_is_written(tmp_path, compiled
     assert os.listdir(tmp_path) == []
 
 
+def test_data_parallel_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UsageError) as error:
+        qcollect.collect(nn.DataParallel(two_linears()), "none", tmp_path / "run", 5)
+    assert str(error.value) == (
+        "nn.DataParallel runs copies of the model, made anew in every forward, that nothing can be captured from; "
+        "use torch.nn.parallel.DistributedDataParallel"
+    )
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("order", ["compile_first", "collect_first"])
 def test_compiled_copy_of_the_model_gives_every_capture(tmp_path, read_files, order):
     """Hooks added after torch.compile that never fire: pytorch/pytorch issue 117758."""
@@ -257,8 +335,12 @@ def test_compiled_copy_of_the_model_gives_every_capture(tmp_path, read_files, or
         output = copy(x)
         output.sum().backward()
         assert run.step()
+        assert torch.equal(copy(x), expected)  # hooks are gone, and the copy notices
     assert torch.equal(output, expected)
     assert len(read_files(tmp_path / "run")) == 12
+    with qcollect.collect(model, "mxfp4", tmp_path / "quantized", 12):
+        assert not torch.equal(copy(x), expected)
+    assert torch.equal(copy(x), expected)
     torch._dynamo.reset()
 
 

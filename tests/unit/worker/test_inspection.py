@@ -1,6 +1,7 @@
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from qcollect.data.prepare import prepare
 from qcollect.errors import CheckpointError
@@ -54,6 +55,32 @@ def test_data_of_a_much_smaller_tokenizer_is_warned_of(checkpoint, data):
         f"{data} was prepared with the tokenizer bytes of 257 ids, and the model has 4,096; "
         f"prepare it again with --tokenizer {checkpoint}"
     )
+
+
+def test_checkpoint_of_experts_is_compared_as_it_is_loaded(tmp_path, data):
+    """Files name each expert's weights apart, the model has them in one tensor a layer."""
+    config = MixtralConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        max_position_embeddings=64,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    inspection = inspect_recipe(recipe_of(tmp_path / "model", data))
+    assert inspection.problems == ()
+    assert [w.split(":")[0] for w in inspection.warnings] == ["neither quantized nor captured"]
+    assert {m.module.rsplit(".", 1)[-1] for m in inspection.modules if m.layer_idx == 0} == {
+        "self_attn", "q_proj", "k_proj", "v_proj", "o_proj",
+    }  # fmt: skip
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    gates = {name: tensor for name, tensor in files.items() if name.endswith("gate.weight")}
+    save_file({k: v for k, v in files.items() if k not in gates}, tmp_path / "model" / "model.safetensors")
+    (problem,) = inspect_recipe(recipe_of(tmp_path / "model", data)).problems
+    assert "the files hold no model.layers.0.mlp.gate.weight, model.layers.1.mlp.gate.weight, which" in problem
 
 
 def test_sequence_beyond_the_positions_of_the_model_is_a_problem(checkpoint, data):

@@ -412,3 +412,34 @@ def test_autocast_operands_are_what_the_gemm_reads(train_plain, read_first, tmp_
     files = read_first(tmp_path / "run")
     assert files["fc", "input", None]["tensor_info"]["dtype"] == "torch.bfloat16"
     assert torch.equal(files["fc", "weight", None]["tensor"], model.fc.weight.detach().bfloat16())
+
+
+def test_quantized_gemms_under_autocast_read_and_give_its_dtype(train_plain, read_first, tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc = nn.Linear(64, 8)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.fc(x)
+
+    model, x = Model(), torch.randn(3, 64, requires_grad=True)
+    train_plain(model, x, "mxfp8", tmp_path / "run", 6)
+    files = {name: content for (_, name, _), content in read_first(tmp_path / "run").items()}
+    assert {content["tensor"].dtype for content in files.values()} == {torch.bfloat16}
+    assert torch.equal(files["input"]["tensor"], x.detach().bfloat16())
+
+    def operand(name, gemm):
+        (entry,) = [c for c in files[name]["metadata"]["consumers"] if c["gemm"] == gemm]
+        assert entry["source_dtype"] in (None, "bfloat16")
+        return qcollect.consumed(files[name]["tensor"], entry)
+
+    expected = F.linear(operand("input", "fprop"), operand("weight", "fprop"), model.fc.bias.detach().bfloat16())
+    assert torch.equal(files["output"]["tensor"], expected)
+    grads = operand("grad_output", "dgrad").mm(operand("weight", "dgrad"))
+    assert torch.equal(files["grad_input"]["tensor"], grads)
+    assert torch.equal(x.grad, grads.float())
+    grads = operand("grad_output", "wgrad").t().mm(operand("input", "wgrad"))
+    assert torch.equal(files["grad_weight"]["tensor"], grads)

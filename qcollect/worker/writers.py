@@ -1,6 +1,7 @@
 """A pool of threads that write captures while training goes on."""
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -8,6 +9,10 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
+
+# How long a thread in Python may go on while another waits: five milliseconds otherwise, which the training thread
+# would wait whenever it has let go of the interpreter for a moment, as most of torch's calls do.
+_SWITCH_S = 0.0002
 
 _pools: "weakref.WeakSet[WriterPool[object]]" = weakref.WeakSet()
 
@@ -35,6 +40,8 @@ class WriterPool(Generic[Job]):
         self._threads = [
             threading.Thread(target=self._run, name=f"qcollect-writer-{i}", daemon=True) for i in range(num_threads)
         ]
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
         for thread in self._threads:
             thread.start()
         _pools.add(self)  # type: ignore[arg-type]
@@ -57,6 +64,8 @@ class WriterPool(Generic[Job]):
             self._jobs.put(None)
         for thread in threads:
             thread.join()
+        if threads:
+            sys.setswitchinterval(self._switch_s)
 
     def _run(self) -> None:
         try:

@@ -242,23 +242,25 @@ class Collector:
             batch_idx=tracked_sample // max(num_samples, 1),
             num_samples=num_samples,
         )
+        self.progress.update(num_micro_batches=self.micro_batch + 1)
         wanted = self._wanted()
+        if not wanted:
+            self.frame = None
+            return
         frame = Frame(
             iteration=self.iteration,
             micro_batch=self.micro_batch,
             sample_idx=STATE.sample_idx(),
             num_samples=num_samples,
-            token_hash=_hash(tokens) if wanted and tokens is not None else None,
+            token_hash=_hash(tokens) if tokens is not None else None,
             wanted=wanted,
             sink=self._save,
             with_scales=self.settings.packing.needs_scales,
         )
         if self.kept:
             self._drop_kept(frame)
-        if wanted:
-            self._frames.append(frame)
+        self._frames.append(frame)
         self.frame = frame
-        self.progress.update(num_micro_batches=self.micro_batch + 1)
 
     def _watch_backward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Backward may run forwards again, after those of other micro-batches: they are of this one."""

@@ -77,12 +77,13 @@ def test_core_dependencies_are_few(metadata: Message) -> None:
 
 
 def test_extras_bring_what_their_names_say(metadata: Message) -> None:
-    assert sorted(metadata.get_all("Provides-Extra", [])) == ["all", "data", "gguf", "hf"]
+    assert sorted(metadata.get_all("Provides-Extra", [])) == ["all", "data", "gguf", "hf", "zstd"]
     hf = {"transformers", "safetensors", "tokenizers", "numpy"}
     assert set(requirements(metadata, "hf")) == hf
     assert set(requirements(metadata, "gguf")) == hf | {"gguf", "accelerate"}
     assert set(requirements(metadata, "data")) == hf | {"mwparserfromhell"}
-    assert set(requirements(metadata, "all")) == hf | {"gguf", "accelerate", "mwparserfromhell"}
+    assert set(requirements(metadata, "zstd")) == {"zstandard"}
+    assert set(requirements(metadata, "all")) == hf | {"gguf", "accelerate", "mwparserfromhell", "zstandard"}
 
 
 def test_python_3_11_to_3_13_is_supported(metadata: Message) -> None:

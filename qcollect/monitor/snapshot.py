@@ -25,6 +25,7 @@ from qcollect.store.manifest import list_manifests
 
 # A heartbeat older than this is pointed out.
 STALE_AFTER_S = 30.0
+MIN_WAIT_S = 1.0  # of training for writers, to be worth a word
 # a rank's last word; its process may be gone then
 ENDED = ("done", "left", "failed")
 _METRICS_TAIL_BYTES = 16 * 1024
@@ -52,6 +53,7 @@ class RankSnapshot:
     device: str | None = None
     loss: float | None = None
     age_s: float | None = None
+    waited_s: float | None = None
     failure: Failure | None = None
 
     @property
@@ -294,6 +296,7 @@ def _read_rank(
         device=None if fields.get("device") is None else str(fields["device"]),
         loss=_number(fields.get("loss")),
         age_s=None if updated_at is None else max(0.0, now - updated_at),
+        waited_s=_number(fields.get("waited_s")),
         failure=failure,
     )
 
@@ -374,6 +377,12 @@ def _warnings(state: RunState, ranks: tuple[RankSnapshot, ...], captured: int, n
     stale = [r for r in ranks if state.is_active and r.age_s is not None and r.age_s > STALE_AFTER_S]
     for rank in (r for r in stale if r.state not in (*ENDED, "gone")):
         warnings.append(f"rank {rank.rank} has not reported for {rank.age_s:.0f} s")
+    slowest = max(ranks, key=lambda rank: rank.waited_s or 0.0, default=None)
+    if slowest is not None and (slowest.waited_s or 0.0) >= MIN_WAIT_S:
+        warnings.append(
+            f"training waited {slowest.waited_s:.0f} s for captures to be written (rank {slowest.rank}); "
+            "a larger capture.host_memory_gb holds more of them"
+        )
     return warnings
 
 

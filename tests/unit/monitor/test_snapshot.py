@@ -143,6 +143,16 @@ def test_files_and_manifest_that_differ_after_the_end_are_pointed_out(make_run, 
     assert read(run).warnings == ("1 manifest line(s) have no .pt file",)
 
 
+def test_training_that_waited_for_writers_says_how_long(make_run, read):
+    run = make_run()
+    run.record(state="completed")
+    run.progress(0, waited_s=0.4, state="done")
+    run.progress(1, waited_s=12.3, state="done")
+    assert read(run).warnings == (
+        "training waited 12 s for captures to be written (rank 1); a larger capture.host_memory_gb holds more of them",
+    )
+
+
 def test_silent_rank_is_pointed_out(make_run, read, now):
     run = make_run()
     run.record()

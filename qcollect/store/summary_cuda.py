@@ -5,12 +5,13 @@ compiled kernel its arguments belong to, which takes longer than a small launch 
 of a dtype.
 """
 
-import importlib.util
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from qcollect.formats.triton_launch import has_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NUM_FIELDS = 9
@@ -27,7 +28,7 @@ _compiled: dict[tuple[object, ...], Any] = {}
 def supports(tensor: Tensor) -> bool:
     """Whether the kernels can read a tensor, as soon as its values lie side by side."""
     is_strided = tensor.layout is torch.strided
-    return tensor.device.type == "cuda" and is_strided and tensor.dtype in _DTYPES and _has_triton()
+    return tensor.device.type == "cuda" and is_strided and tensor.dtype in _DTYPES and has_triton()
 
 
 def summarize(flat: Tensor) -> Tensor:
@@ -82,11 +83,6 @@ def _launch(
     if found is not None and device.type != "cpu":
         stream_of = kernels["triton"].runtime.driver.active.get_current_stream
         _compiled[key] = (found.run, found.function, found.packed_metadata, stream_of)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @cache

@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -74,12 +73,6 @@ class HostArena:
             else:
                 self._merge(slot.offset, page_rounded(slot.num_bytes))
             self._changed.notify_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Unlock the memory; it goes when the last tensor in it has gone."""

@@ -1,6 +1,7 @@
 """From the training thread to the disk: values are staged, threads write them, errors come back to training."""
 
 import os
+import threading
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Self
@@ -80,6 +81,7 @@ class CaptureEngine:
         self.num_bytes_taken = 0
         self.num_missing = 0
         self.first_missing: str | None = None
+        self._lock = threading.Lock()
         # a thread begins on device 0, wherever its maker was
         is_here = device.type == "cuda" and device.index is None
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_here else device
@@ -174,8 +176,9 @@ class CaptureEngine:
         except CaptureError as error:
             if self.settings.on_error == "stop":
                 raise
-            self.num_missing += 1
-            self.first_missing = self.first_missing or str(error)
+            with self._lock:
+                self.num_missing += 1
+                self.first_missing = self.first_missing or str(error)
         finally:
             self.stager.release(job.staged)
 

@@ -69,12 +69,17 @@ def default_component(layer_type: str) -> str:
 
 def fix_value(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's value now: a dense CPU copy without grad in storage of its own, same dtype and shape."""
+    value = plain_value(tensor)
+    fixed = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    return fixed.copy_(value)
+
+
+def plain_value(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without grad, layout and flags of its own; its memory, where nothing had to be computed for that."""
     value = tensor.detach()
     if value.layout != torch.strided:
         value = value.to_dense()
-    value = value.resolve_conj().resolve_neg()
-    fixed = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-    return fixed.copy_(value)
+    return value.resolve_conj().resolve_neg()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcollect.store.summary import FIELDS, summarize
 from qcollect.worker.arena import HostArena, Slot, page_rounded
+from qcollect.worker.saver import plain_value
 
 DEVICE_BYTES = 2 << 30  # of clones that are on their way
 _SUMMARY_BYTES = 8 * len(FIELDS)
@@ -77,10 +78,7 @@ class Stager:
 
         The same memory, unchanged since it was staged for another capture, is not copied again.
         """
-        value = tensor.detach()
-        if value.layout != torch.strided:
-            value = value.to_dense()
-        value = value.resolve_conj().resolve_neg()
+        value = plain_value(tensor)
         identity = _identity(value)
         known = self._find(identity)
         if known is not None:

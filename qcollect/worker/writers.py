@@ -71,9 +71,8 @@ class WriterPool(Generic[Job]):
         try:
             self._prepare()
         except BaseException as error:
-            self.error = (
-                self.error or error
-            )  # and jobs are taken all the same: who waits for them must not wait for ever
+            # jobs are taken all the same: who waits for them must not wait for ever
+            self.error = self.error or error
         while True:
             job = self._jobs.get()
             if job is None:

@@ -162,14 +162,14 @@ def run_capture(bench: Bench) -> dict[str, Any]:
 
 def quantized_device_bytes(bench: Bench) -> int:
     """The most device memory of an iteration that is quantized, without ``collect``."""
-    uninstall = install(bench.model, QuantPolicy.from_spec(QuantSpec(type=bench.quant_type)), lambda: None)
+    taps = install(bench.model, QuantPolicy.from_spec(QuantSpec(type=bench.quant_type)), lambda: None)
     try:
         bench.iterate(bench.model)
         reset_peaks(bench)
         bench.time(lambda: bench.iterate(bench.model))
         return peak_device_bytes(bench)
     finally:
-        uninstall()
+        taps.remove()
 
 
 def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, float], list[int]]:
@@ -321,7 +321,7 @@ def time_pairs(
     # one capture in the first iteration, and one that is still to come when this ends: its warning is expected
     last = num_pairs + num_warm
     policy = QuantPolicy.from_spec(QuantSpec(type=bench.quant_type))
-    uninstall = install(bare, policy, lambda: None)
+    taps = install(bare, policy, lambda: None)
     pairs = []
     try:
         with warnings.catch_warnings():
@@ -339,7 +339,7 @@ def time_pairs(
                     times = {place: bench.time(works[place]) for place in order}
                     pairs.append((times[0], times[1]))
     finally:
-        uninstall()
+        taps.remove()
     shutil.rmtree(bench.folder / name)
     return pairs[num_warm:]
 

@@ -255,6 +255,7 @@ def _compiled_forms(quant_types: tuple[str, ...]) -> list[re.Pattern[str]]:
 _ESCAPES = (("%", "%25"), ("/", "%2F"), ("\0", "%00"))
 
 
+@lru_cache(maxsize=4096)
 def _safe(text: str | None) -> str:
     text = text or "unknown"
     for plain, escaped in _ESCAPES:

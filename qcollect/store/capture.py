@@ -6,27 +6,27 @@ It appears under its final name whole or not at all. Instead of ``tensor`` it ma
 bytes (``compact``); ``load`` gives the tensor either way.
 """
 
+import io
 import math
 import os
-import pickle
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import xxhash
 
 from qcollect.errors import CaptureError
 from qcollect.paths import temporary_path
+from qcollect.store.archive import Part, archive_parts
 from qcollect.store.compact import holds_tensor, restore, value_entries
-from qcollect.store.files import rename_new, sync_folder
+from qcollect.store.files import rename_new, sync_folder, write_parts
 from qcollect.store.summary import describe, summarize
 
 METADATA_SCHEMA = 1
-_ALIGNMENT = 64  # torch's own: bytes between starts of tensors in a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,31 +36,6 @@ class StoredFile:
     path: Path
     num_bytes: int
     xxh3_128: str
-
-
-class _HashingFile:
-    """A binary file that hashes what passes through it and keeps the error that stopped it.
-
-    torch's own error after a failed write speaks of positions in its archive, not of the disk.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.hash = xxhash.xxh3_128()
-        self.num_bytes = 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        self.num_bytes += len(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def save_capture(
@@ -85,16 +60,15 @@ def save_capture(
         CaptureError: the disk is full or the folder is gone. In no case is anything left behind.
     """
     entries = value_entries(stored) if isinstance(stored, torch.Tensor) else stored
-    content = {**entries, "tensor_info": tensor_info, "metadata": metadata}
+    plain_sections = {"tensor_info": tensor_info, "metadata": metadata}
     temporary = temporary_path(path, uuid.uuid4().hex[:12])
-    hashing: _HashingFile | None = None
     try:
-        with temporary.open("xb") as file:
-            hashing = _HashingFile(file)
-            _write_archive(content, hashing)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        parts = archive_parts(entries, plain_sections) or _torch_archive({**entries, **plain_sections})
+        digest, num_bytes = xxhash.xxh3_128(), 0
+        for part in parts:
+            digest.update(part)
+            num_bytes += len(part)
+        write_parts(temporary, parts, durable=durable)
         rename_new(temporary, path)
         if durable:
             sync_folder(path.parent)
@@ -103,28 +77,18 @@ def save_capture(
         raise
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise write_failure(path, (hashing and hashing.error) or error) from error
+        raise write_failure(path, error) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return StoredFile(path=path, num_bytes=hashing.num_bytes, xxh3_128=hashing.hash.hexdigest())
+    return StoredFile(path=path, num_bytes=num_bytes, xxh3_128=digest.hexdigest())
 
 
-def _write_archive(content: dict[str, Any], file: _HashingFile) -> None:
-    """``torch.save`` without its CRC, which the hash of the file makes superfluous, and costs as much as the writing.
-
-    The switch that torch has for it is the whole process's, and users' own checkpoints keep theirs: hence its
-    writer, and the function behind ``torch.save``, by themselves.
-    """
-    try:
-        writer = torch._C.PyTorchFileWriter(file, False, _ALIGNMENT)  # type: ignore[call-overload]
-        write: Any = torch.serialization._save
-    except (AttributeError, TypeError):  # another torch
-        torch.save(content, file)  # type: ignore[arg-type]
-        return
-    write(content, writer, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
-    writer.write_end_of_file()
-    file.flush()
+def _torch_archive(content: dict[str, Any]) -> list[Part]:
+    """For 4 GiB and more, which the archives made here do not reach."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return [buffer.getvalue()]
 
 
 def write_failure(path: Path, cause: Exception) -> CaptureError:
@@ -221,6 +185,7 @@ def describe_tensor(tensor: torch.Tensor, source: torch.Tensor | None = None) ->
     )
 
 
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 _CONVERSIONS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
     ((bool, str, type(None)), lambda v: v),
     (int, int),
@@ -238,6 +203,8 @@ def plain(value: Any) -> Any:
     objects their ``str``; NaN and Inf become the strings ``nan``, ``inf``, ``-inf``. Subclasses of
     str and int (enums) become plain ones.
     """
+    if type(value) in _AS_THEY_ARE:
+        return value
     for kinds, convert in _CONVERSIONS:
         if isinstance(value, kinds):
             converted = convert(value)

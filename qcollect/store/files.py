@@ -4,13 +4,14 @@ A document is replaced by one rename, so a reader sees the old or the new one. A
 by one write and counts once its newline is there, so what a killed writer left behind is no line.
 """
 
+import errno
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from qcollect.paths import temporary_path
 
@@ -36,7 +37,7 @@ def write_json_atomic(path: Path, record: dict[str, Any]) -> None:
     """
     temporary = temporary_path(path, uuid.uuid4().hex[:12])
     try:
-        temporary.write_bytes(_encode(record))
+        temporary.write_bytes(encode_line(record))
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -49,7 +50,7 @@ def write_json_in_place(path: Path, record: dict[str, Any]) -> None:
     Not atomic; a reader may see neither the old nor the new record for an instant.
     """
     with path.open("r+b") as file:
-        file.write(_encode(record))
+        file.write(encode_line(record))
         file.truncate()
 
 
@@ -69,6 +70,31 @@ def rename_new(source: Path, target: Path) -> None:
         source.rename(target)
     else:
         source.unlink()
+
+
+def write_parts(path: Path, parts: Sequence[Any], *, durable: bool = False) -> None:
+    """A new file that holds one piece of memory after the other.
+
+    Args:
+        durable: its content is on the disk itself when this returns.
+
+    Raises:
+        FileExistsError: ``path`` exists.
+        OSError: it cannot be written; what there is of it stays.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
+    try:
+        rest = [memoryview(part).cast("B") for part in parts]
+        while rest:
+            num_bytes = os.writev(file, rest) if hasattr(os, "writev") else os.write(file, rest[0])
+            while rest and num_bytes >= len(rest[0]):
+                num_bytes -= len(rest.pop(0))
+            if num_bytes:
+                rest[0] = rest[0][num_bytes:]
+        if durable:
+            os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def sync_folder(folder: Path) -> None:
@@ -106,31 +132,74 @@ def locked_folder(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def append_line(path: Path, record: dict[str, Any], *, durable: bool = False) -> None:
-    """Append ``record`` as one JSON line. A file has one writer; a torn tail it finds is dropped first.
+class LineFile:
+    """A file of JSON lines that stays open between them. A file has one writer at a time.
 
     Args:
-        durable: the line is on the disk itself when this returns.
-
-    Raises:
-        ValueError: a number is NaN or Inf.
-        OSError: no space, or the folder is gone; no part of the line stays.
+        durable: a line is on the disk itself when ``append`` returns.
     """
-    line = _encode(record)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FLAGS, 0o666)
-    try:
-        end = _drop_torn_tail(file)
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self.path = path
+        self.durable = durable
+        self._file: int | None = None
+        self._inode = 0
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append ``record`` as one line. A torn tail that another writer left is dropped first.
+
+        Raises:
+            ValueError: a number is NaN or Inf.
+            OSError: no space, or the file or its folder is gone; no part of the line stays.
+        """
+        self.append_encoded(encode_line(record))
+
+    def append_encoded(self, line: bytes) -> None:
+        """``append`` for lines that are put together already, each with its newline."""
+        if self._file is None:
+            self._open()
+        elif self.path.stat().st_ino != self._inode:  # nobody would find what is written to a file that is gone
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        assert self._file is not None
+        written = 0
         try:
-            written = os.write(file, line)
-            while written < len(line):  # the disk ran full inside the line: the rest raises, or fits by now
-                written += os.write(file, line[written:])
-            if durable:
-                os.fsync(file)
+            while written < len(line):  # once, unless the disk ran full inside the line: the rest raises, or fits by now
+                written += os.write(self._file, line[written:])
+            if self.durable:
+                os.fsync(self._file)
         except OSError:
-            os.ftruncate(file, end)
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise
-    finally:
-        os.close(file)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FLAGS, 0o666)
+        try:
+            _drop_torn_tail(file)
+            self._inode = os.fstat(file).st_ino
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """``LineFile.append`` of a single line."""
+    with LineFile(path) as file:
+        file.append(record)
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -164,16 +233,17 @@ def read_tail(path: Path, num_bytes: int) -> bytes:
     return tail if start == 0 or first_line_end < 0 else tail[first_line_end + 1 :]
 
 
-def _encode(record: dict[str, Any]) -> bytes:
+def encode_line(record: dict[str, Any]) -> bytes:
+    """One line of JSON, with its newline; raises ValueError where a number is NaN or Inf."""
     # ASCII: names may hold bytes that are no UTF-8 (lone surrogates), and U+2028 must not look like a line end
     return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
 
 
-def _drop_torn_tail(file: int) -> int:
-    """Cut what follows the last newline; returns the file's size then."""
+def _drop_torn_tail(file: int) -> None:
+    """Cut what follows the last newline."""
     end = os.fstat(file).st_size
     if end == 0 or _read_at(file, 1, end - 1) == b"\n":
-        return end
+        return
     while end > 0:
         start = max(0, end - _CHUNK_BYTES)
         newline = _read_at(file, end - start, start).rfind(b"\n")
@@ -181,7 +251,6 @@ def _drop_torn_tail(file: int) -> int:
         if newline >= 0:
             break
     os.ftruncate(file, end)
-    return end
 
 
 def _read_at(file: int, num_bytes: int, offset: int) -> bytes:

@@ -22,7 +22,7 @@ from qcollect.store.capture import (
     save_capture,
     write_failure,
 )
-from qcollect.store.files import append_line
+from qcollect.store.files import LineFile, encode_line
 from qcollect.store.summary import describe, summarize
 from qcollect.vocab import COMPONENTS, CaptureName, LayerType, RankInfo, Values
 from qcollect.worker.packing import Packing, pack
@@ -119,6 +119,8 @@ class Saver:
         self.num_saved = 0
         self.num_bytes = 0
         self._lock = threading.Lock()
+        self._folders: set[Path] = set()
+        self._manifests: dict[int, LineFile] = {}
 
     def save(self, tensor: torch.Tensor, seen: Observation, counter: int | None = None) -> Path:
         """Write one capture and its manifest line, now.
@@ -191,7 +193,7 @@ class Saver:
         while True:
             name = _name(seen, number, now)
             path = self.paths.capture_path(name, iteration=seen.iteration, by_iteration=self.by_iteration)
-            _make_folder(path.parent)
+            self._make_folder(path.parent)
             try:
                 return path, save_capture(path, entries, tensor_info, metadata, durable=self.durability != "none")
             except FileExistsError:
@@ -200,30 +202,40 @@ class Saver:
                 number += 1  # another saver of this folder took the number
 
     def _list(self, stored: StoredFile, rank: int, tensor_info: dict[str, Any], metadata: dict[str, Any]) -> None:
-        manifest = self.paths.manifest_path(rank)
-        line = {
-            "file": stored.path.relative_to(self.paths.run_dir).as_posix(),
-            "bytes": stored.num_bytes,
-            "xxh3_128": stored.xxh3_128,
-            "metadata": metadata,
-            "tensor_info": tensor_info,
-        }
+        line = encode_line(
+            {
+                "file": stored.path.relative_to(self.paths.run_dir).as_posix(),
+                "bytes": stored.num_bytes,
+                "xxh3_128": stored.xxh3_128,
+                "metadata": metadata,
+                "tensor_info": tensor_info,
+            }
+        )
+        path = self.paths.manifest_path(rank)
         try:
             with self._lock:
-                manifest.parent.mkdir(parents=True, exist_ok=True)
-                append_line(manifest, line, durable=self.durability == "all")
+                self._manifest(rank, path).append_encoded(line)
                 self.num_saved += 1
                 self.num_bytes += stored.num_bytes
         except OSError as error:
             stored.path.unlink(missing_ok=True)  # a capture is its file and its line, or nothing
-            raise write_failure(manifest, error) from error
+            raise write_failure(path, error) from error
 
+    def _manifest(self, rank: int, path: Path) -> LineFile:
+        if rank not in self._manifests:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._manifests[rank] = LineFile(path, durable=self.durability == "all")
+        return self._manifests[rank]
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_failure(folder, error) from error
+    def _make_folder(self, folder: Path) -> None:
+        """Once: a folder that is gone later is an error, and not one to begin anew."""
+        if folder in self._folders:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_failure(folder, error) from error
+        self._folders.add(folder)
 
 
 def _name(seen: Observation, counter: int, now: datetime) -> str:

@@ -155,7 +155,7 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qcollect.store.capture._write_archive", interrupt)
+    monkeypatch.setattr("qcollect.store.capture.write_parts", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "a.pt", torch.zeros(1))
     assert os.listdir(tmp_path) == []

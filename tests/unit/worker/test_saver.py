@@ -198,10 +198,10 @@ def test_place_in_a_schedule_that_is_taken_is_an_error(saver):
 def test_capture_whose_manifest_line_does_not_fit_is_taken_back(saver, tmp_path, monkeypatch):
     saver.save(torch.zeros(1), observation())
 
-    def no_space(path, record, *, durable):
+    def no_space(file, line):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qcollect.worker.saver.append_line", no_space)
+    monkeypatch.setattr("qcollect.store.files.LineFile.append_encoded", no_space)
     with pytest.raises(CaptureError) as error:
         saver.save(torch.zeros(1), observation())
     manifest = RunPaths(tmp_path).manifest_path(0)

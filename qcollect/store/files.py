@@ -163,7 +163,9 @@ class LineFile:
         assert self._file is not None
         written = 0
         try:
-            while written < len(line):  # once, unless the disk ran full inside the line: the rest raises, or fits by now
+            while written < len(
+                line
+            ):  # once, unless the disk ran full inside the line: the rest raises, or fits by now
                 written += os.write(self._file, line[written:])
             if self.durable:
                 os.fsync(self._file)

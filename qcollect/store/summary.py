@@ -23,7 +23,7 @@ FIELDS = (
 _WITHOUT_FLOAT64 = ("mps",)
 
 
-def summarize(tensor: Tensor) -> Tensor:
+def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """The numbers that ``FIELDS`` names, (9,) float64, of finite values; complex ones by their magnitude.
 
     Nothing waits for a device: the result is queued behind the work that makes the tensor. Without a finite value
@@ -34,14 +34,17 @@ def summarize(tensor: Tensor) -> Tensor:
     Args:
         tensor: any shape, strides, dtype and device. A tensor on a device without float64 is copied to the CPU, which
             waits.
+        out: what they are written to, (9,) float64, contiguous, on the tensor's device; None: memory of their own.
 
     Returns:
         On the tensor's device (the CPU if that has no float64).
     """
+    if out is not None and not (tensor.numel() and summary_cuda.supports(tensor)):
+        return out.copy_(summarize(tensor))
     if tensor.device.type in _WITHOUT_FLOAT64:
         tensor = tensor.cpu()
     if tensor.numel() and summary_cuda.supports(tensor):
-        return summary_cuda.summarize(_flat(tensor))
+        return summary_cuda.summarize(_flat(tensor), out)
     flat = _flat(tensor.detach())
     if flat.device.type == "cpu":
         return torch.tensor(summary_cpu.summarize(flat), dtype=torch.float64, device="cpu")

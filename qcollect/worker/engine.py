@@ -2,7 +2,7 @@
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Self
 
@@ -14,7 +14,7 @@ from qcollect.plan.schedule import FILE_OVERHEAD_BYTES
 from qcollect.recipe.records import CaptureSpec
 from qcollect.worker.arena import HostArena
 from qcollect.worker.saver import Observation, Saver, Source
-from qcollect.worker.staging import Staged, Stager
+from qcollect.worker.staging import Numbers, Staged, Stager
 from qcollect.worker.writers import WriterPool
 
 _MAX_WRITERS = 8  # more are no faster into the page cache
@@ -51,7 +51,8 @@ class EngineSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     staged: Staged
-    produced: torch.cuda.Event | None  # after which what was counted on the device for the metadata is there
+    numbers: Numbers | None  # what was counted on the device for the metadata
+    scaled: torch.cuda.Event | None  # after which the scales of blocks are there
     source: Source
     seen: Observation
     counter: int | None
@@ -115,24 +116,31 @@ class CaptureEngine:
         if self.pool.is_child:
             return
         staged = self.stager.stage(tensor)
-        produced = None
-        if tensor.is_cuda:
-            produced = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            produced.record()
-        job = _Job(
-            staged=staged,
-            produced=produced,
-            source=source or Source.of(tensor),
-            seen=seen,
-            counter=counter,
-            now=self.saver.clock(),
-        )
+        scaled = None
+        if tensor.is_cuda and seen.block_scales is not None:
+            scaled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            scaled.record()
+        source, now = source or Source.of(tensor), self.saver.clock()
+
+        def write(numbers: Numbers | None) -> None:
+            self.pool.submit(
+                _Job(
+                    staged=staged,
+                    numbers=numbers,
+                    scaled=scaled,
+                    source=source,
+                    seen=seen,
+                    counter=counter,
+                    now=now,
+                )
+            )
+
         self.num_taken += 1
-        self.num_bytes_taken += job.staged.num_bytes + FILE_OVERHEAD_BYTES
-        self.pool.submit(job)
+        self.num_bytes_taken += staged.num_bytes + FILE_OVERHEAD_BYTES
+        self.stager.when_sent(staged, (fact for consumer in seen.consumers for fact in consumer.values()), write)
 
     def forget(self) -> None:
-        """Nothing staged so far is the value of a tensor that is seen from now on."""
+        """What is taken so far goes to the writers, and is not the value of a tensor that is seen from now on."""
         self.stager.forget()
 
     def check(self) -> None:
@@ -156,7 +164,10 @@ class CaptureEngine:
 
     def close(self) -> None:
         """Write what is taken, end the threads and give the memory back; never raises what writers could not do."""
-        self.stager.forget()
+        try:
+            self.stager.forget()
+        except RuntimeError as error:  # the device's: what it had is lost
+            self.pool.error = self.pool.error or error
         self.pool.close()
         self.arena.close()
 
@@ -169,10 +180,14 @@ class CaptureEngine:
         try:
             if self.pool.error is not None:
                 return  # training ends: what follows the capture that failed is not written
-            job.staged.wait()
-            if job.produced is not None:
-                torch.cuda.current_stream().wait_event(job.produced)
-            self.saver.write(job.staged.tensor, job.staged.summary(), job.source, job.seen, job.counter, job.now)
+            value = job.staged.wait()
+            if job.scaled is not None:
+                torch.cuda.current_stream().wait_event(job.scaled)
+            seen = job.seen
+            if job.numbers is not None:
+                job.numbers.wait()
+                seen = replace(seen, consumers=[job.numbers.in_(consumer) for consumer in seen.consumers])
+            self.saver.write(value, job.staged.summary(), job.source, seen, job.counter, job.now)
         except CaptureError as error:
             if self.settings.on_error == "stop":
                 raise

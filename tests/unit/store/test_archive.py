@@ -87,7 +87,9 @@ def test_bytes_are_those_of_torchs_own_writer_but_for_the_id(shape):
             assert start % 64 == 0
             if entry.filename.endswith(("/version", "/serialization_id")):
                 continue  # torch writes them by itself
-            writer.write_record(entry.filename.removeprefix("archive/"), ours[start:][: entry.file_size], entry.file_size)
+            writer.write_record(
+                entry.filename.removeprefix("archive/"), ours[start:][: entry.file_size], entry.file_size
+            )
     writer.write_end_of_file()
     theirs, id_start = bytes(memory.content), start
     assert len(theirs) == len(ours)

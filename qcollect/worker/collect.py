@@ -21,20 +21,15 @@ from qcollect.recipe.records import CaptureSpec, QuantSpec
 from qcollect.recipe.schema import CaptureModel, QuantModel, Section
 from qcollect.recipe.selectors import match_names
 from qcollect.vocab import LayerType, RankInfo
-from qcollect.worker.collector import (
-    Collector,
-    CollectorSettings,
-    claim_directory,
-    make_vote_group,
-    refuse_compiled,
-    seat,
-)
+from qcollect.worker.claim import claim_directory
+from qcollect.worker.collector import Collector, CollectorSettings, refuse_compiled, seat
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, named_modules, unwrap
 from qcollect.worker.state import detect_rank
 from qcollect.worker.unserved import describe_unserved, find_unserved
+from qcollect.worker.vote import make_vote_group
 
 PLAN_VARIABLE = "QCOLLECT_PLAN"
 CAPTURE_SETTINGS = tuple(f.name for f in fields(CaptureSpec) if f.name != "target")

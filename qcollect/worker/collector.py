@@ -1,4 +1,4 @@
-"""The collector: taps on a model, a schedule, a saver, and the ranks' common decision when to stop."""
+"""The collector: taps on a model, a schedule, a saver, and a vote of the ranks when to stop."""
 
 import ctypes
 import os
@@ -12,16 +12,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from qcollect.errors import CaptureError, OutputError, UsageError
+from qcollect.errors import CaptureError, UsageError
 from qcollect.paths import RunPaths
 from qcollect.plan.devices import RankDevice
 from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
-from qcollect.plan.stop import StopCause, read_stop, request_stop
+from qcollect.plan.stop import StopCause, request_stop
 from qcollect.vocab import RankInfo
 from qcollect.worker.engine import CaptureEngine, EngineSettings
 from qcollect.worker.frame import Frame, Moment, TakenCapture, Wanted, want_key
@@ -34,6 +33,7 @@ from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sites import Taps, install, unwrap
 from qcollect.worker.staging import held_bytes
 from qcollect.worker.state import STATE
+from qcollect.worker.vote import Ballot, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Collector:
         self._taps = Taps()
         self._hooks: list[Any] = []
         self._step_started = time.monotonic()
-        self._vote_group = vote_group
+        self._vote = Vote(vote_group, self.paths, is_first=self.seat == 0, max_bytes=settings.max_bytes)
         device = next((str(p.device) for p in self.model.parameters()), "cpu")
         self.progress = ProgressReporter(
             paths=self.paths, rank=self.rank, share=self.share, device=device, enabled=self._leaves_files
@@ -403,7 +403,7 @@ class Collector:
             self.engine.check()
             if self.is_complete:  # the others may not be
                 self._finish_engine(raises=True)
-        stop = self._vote(stop=self.paths.stop_path.exists())
+        stop = self._vote.ends(self._ballot())
         if stop:
             self._is_stopped = True
             self._leave_capturing()
@@ -429,25 +429,12 @@ class Collector:
         self.paths.metrics_path.parent.mkdir(parents=True, exist_ok=True)
         append_metrics(self.paths, line)
 
-    def _vote(self, *, stop: bool) -> bool:
-        """Whether all ranks end now: one wants to or has, all have their share, or the next captures are too large."""
-        is_unfinished = not (self.is_complete and self.settings.enabled)
-        counts = torch.tensor([int(stop), int(is_unfinished), self._bytes_ahead()], dtype=torch.int64)
-        if self._vote_group is not None:
-            try:
-                dist.all_reduce(counts, group=self._vote_group)
-            except RuntimeError:
-                if read_stop(self.paths) != StopCause.DATA_END:
-                    raise
-                return True  # a rank's training is over, and the rank gone
-        num_asking, num_unfinished, bytes_ahead = counts.tolist()
-        if num_asking or not num_unfinished:
-            return True
-        if self.settings.max_bytes is None or bytes_ahead <= self.settings.max_bytes:
-            return False
-        if self.seat == 0:
-            request_stop(self.paths, StopCause.MAX_BYTES)
-        return True
+    def _ballot(self) -> Ballot:
+        return Ballot(
+            asks_to_stop=self.paths.stop_path.exists(),
+            is_unfinished=not (self.is_complete and self.settings.enabled),
+            bytes_ahead=self._bytes_ahead(),
+        )
 
     def _bytes_ahead(self) -> int:
         """What this rank's files come to with the next iteration that captures."""
@@ -486,13 +473,6 @@ def refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def make_vote_group() -> Any:
-    """A gloo group of all ranks: the vote never touches the accelerator's communicator. None without ranks."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo")
-
-
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     named = kwargs.get("input_ids")
     candidates = [named, *args, *kwargs.values()]
@@ -504,29 +484,3 @@ def _hash(tokens: torch.Tensor) -> str:
     data = tokens.detach().cpu().contiguous()
     num_bytes = data.numel() * data.element_size()
     return xxhash.xxh3_64(ctypes.string_at(data.data_ptr(), num_bytes) if num_bytes else b"").hexdigest()
-
-
-def claim_directory(run_dir: Path, group: Any) -> None:
-    """Take ``run_dir`` for one run of ``collect``, exclusively, once for all ranks of ``group``.
-
-    Raises:
-        OutputError: it holds a run, or cannot be written. On every rank alike.
-    """
-    is_first = group is None or dist.get_rank() == 0
-    problem = _claim(run_dir) if is_first else None
-    failed = torch.tensor([int(problem is not None)], dtype=torch.int32)
-    if group is not None:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if failed.item():
-        raise OutputError(problem or f"{run_dir} could not be taken; rank 0 says why")
-
-
-def _claim(run_dir: Path) -> str | None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        RunPaths(run_dir).state_dir.mkdir()
-    except FileExistsError:
-        return f"{run_dir} holds a run already; give another out_dir, or remove that run"
-    except OSError as error:
-        return f"{run_dir} cannot be written: {os.strerror(error.errno or 0)}"
-    return None

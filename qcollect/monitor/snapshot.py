@@ -19,6 +19,7 @@ from qcollect.host.processes import ProcessId, parse_process, process_is
 from qcollect.monitor.failures import Failure, read_failures
 from qcollect.monitor.run_record import RunRecord, RunState, read_run_record
 from qcollect.paths import RunPaths, find_runs
+from qcollect.plan.trigger import TriggerEvent, read_event
 from qcollect.store.files import count_lines, read_json, read_tail
 from qcollect.store.folder import capture_dirs
 from qcollect.store.manifest import list_manifests
@@ -38,7 +39,7 @@ class RankSnapshot:
     ``state`` is the worker's word (loading, training, draining, done, left, failed), ``waiting`` before its
     first report, ``gone`` when its process ended without one, ``ended`` when torchrun ended it because
     another rank failed. ``num_micro_batches`` counts those begun in the iteration; ``age_s`` is the age of the
-    report.
+    report; ``trigger`` what it waits for, and what came nearest to it.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class RankSnapshot:
     loss: float | None = None
     age_s: float | None = None
     waited_s: float | None = None
+    trigger: dict[str, Any] | None = None
     failure: Failure | None = None
 
     @property
@@ -71,7 +73,8 @@ class RunSnapshot:
     host's, or captures that no launcher of ours made).
 
     ``captured`` counts manifest lines, ``num_files`` the ``.pt`` files and ``bytes`` their sizes.
-    ``phase`` says more of an active run: starting, loading, capturing, training, draining, stopping.
+    ``phase`` says more of an active run: starting, loading, waiting for a trigger, capturing, training, draining,
+    stopping. ``trigger`` is what began its captures, if it waited.
     ``failures`` has the first cause first; ``warnings`` are findings, each a complete sentence.
     """
 
@@ -100,6 +103,7 @@ class RunSnapshot:
     tokens_per_s: float | None = None
     exit_code: int | None = None
     reason: str | None = None
+    trigger: TriggerEvent | None = None
     failures: tuple[Failure, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -121,6 +125,7 @@ class RunSnapshot:
             "state": str(self.state),
             "state_text": self.state_text,
             "num_ranks_ok": self.num_ranks_ok,
+            "trigger": None if self.trigger is None else self.trigger.to_dict(),
             "ranks": [rank.to_dict() for rank in self.ranks],
             "failures": [failure.to_dict() for failure in self.failures],
             "warnings": list(self.warnings),
@@ -179,6 +184,7 @@ def read_snapshot(
         tokens_per_s=_number(metrics.get("tokens_per_s")),
         exit_code=record.exit_code,
         reason=record.reason,
+        trigger=read_event(paths),
         failures=failures,
         warnings=tuple(_warnings(state, ranks, captured, files.count)),
     )
@@ -237,6 +243,9 @@ def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captur
         return "starting"
     if "training" not in states:
         return "loading" if states & {"loading", "waiting"} else "draining"
+    waiting_for = next((rank.trigger["waiting_for"] for rank in ranks if rank.trigger), None)
+    if waiting_for:
+        return f"waiting for {', '.join(map(str, waiting_for))}"
     return "capturing" if captured < target else "training"
 
 
@@ -297,6 +306,7 @@ def _read_rank(
         loss=_number(fields.get("loss")),
         age_s=None if updated_at is None else max(0.0, now - updated_at),
         waited_s=_number(fields.get("waited_s")),
+        trigger=trigger if isinstance(trigger := fields.get("trigger"), dict) else None,
         failure=failure,
     )
 

@@ -127,7 +127,7 @@ def _vocabulary(words: tuple[str, ...]) -> PlainValidator:
 
 
 def _triggers(value: Any) -> tuple[str, ...]:
-    names, words = _texts(value), list(Trigger)
+    names, words = _texts(value), [str(trigger) for trigger in Trigger]
     if not names:
         raise ValueError(f"must name at least one; {known('', words)}")
     for name in names:

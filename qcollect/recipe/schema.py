@@ -257,7 +257,7 @@ class CaptureModel(Section):
     storage: Literal["values", "codes"] = "values"
     scales: f.Flag = _CAPTURE.scales
     compress: Literal["none", "zstd"] = "none"
-    trigger: Annotated[TriggerModel, BeforeValidator(_trigger_by_name)] | None = None
+    trigger: Annotated[TriggerModel | None, BeforeValidator(_trigger_by_name)] = None
 
     @model_validator(mode="after")
     def _trigger_says_when(self) -> Self:

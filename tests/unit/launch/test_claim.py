@@ -62,6 +62,7 @@ def test_claimed_folder_has_its_plan_its_record_and_its_folders(make_plan):
         "started_at": "2024-12-01T14:30:22.000+00:00",
         "ended_at": None,
         "recipe_name": "tiny",
+        "trigger": None,
     }
     assert claimed.record.launcher.pid == os.getpid()
     assert listing(plan.run_dir) == [

@@ -62,6 +62,11 @@ class RankSnapshot:
     def is_ok(self) -> bool:
         return self.failure is None and self.state not in ("failed", "gone")
 
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        names = (self.trigger or {}).get("waiting_for")
+        return tuple(map(str, names)) if isinstance(names, list) else ()
+
     def to_dict(self) -> dict[str, Any]:
         failure = None if self.failure is None else self.failure.to_dict()
         return asdict(self) | {"failure": failure, "is_ok": self.is_ok}
@@ -155,6 +160,7 @@ def read_snapshot(
     files = _scan_files(paths.run_dir)
     captured = sum(rank.captured for rank in ranks)
     metrics = _last_metrics(paths)
+    event = read_event(paths)
     rate = _files_per_s(files, record, state, captured, now)
     num_missing = max(0, record.target - captured)
     ended_at = now if state.is_active else record.ended_at
@@ -164,7 +170,7 @@ def read_snapshot(
         quant_type=record.quant_type,
         recipe_name=record.recipe_name,
         state=state,
-        phase=_phase(state, ranks, record.target, captured),
+        phase=_phase(state, ranks, record.target, captured, waits=event is None),
         host=record.host,
         target=record.target,
         captured=captured,
@@ -184,7 +190,7 @@ def read_snapshot(
         tokens_per_s=_number(metrics.get("tokens_per_s")),
         exit_code=record.exit_code,
         reason=record.reason,
-        trigger=read_event(paths),
+        trigger=event,
         failures=failures,
         warnings=tuple(_warnings(state, ranks, captured, files.count)),
     )
@@ -235,7 +241,7 @@ def _current_state(record: RunRecord, is_here: bool, is_process: Callable[[Proce
     return record.state if is_process(record.launcher) else RunState.LOST
 
 
-def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captured: int) -> str:
+def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captured: int, *, waits: bool) -> str:
     if state != RunState.RUNNING:
         return str(state)
     states = {rank.state for rank in ranks}
@@ -243,9 +249,9 @@ def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captur
         return "starting"
     if "training" not in states:
         return "loading" if states & {"loading", "waiting"} else "draining"
-    waiting_for = next((rank.trigger["waiting_for"] for rank in ranks if rank.trigger), None)
-    if waiting_for:
-        return f"waiting for {', '.join(map(str, waiting_for))}"
+    waiting_for = next((rank.waiting_for for rank in ranks if rank.waiting_for), ())
+    if waiting_for and waits:
+        return f"waiting for {', '.join(waiting_for)}"
     return "capturing" if captured < target else "training"
 
 

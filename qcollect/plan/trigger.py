@@ -121,19 +121,33 @@ def describe_wait(spec: TriggerSpec, reports: Iterable[Mapping[str, Any]]) -> st
     Args:
         reports: of the ranks, as ``worker.watch`` gives them.
     """
-    seen = [report.get("nearest", {}) for report in reports]
-    parts = [_describe_nearest(on, spec, seen) for on in JUMPS if on in spec.on]
-    parts += ["nothing was NaN or infinite"] if Trigger.NAN in spec.on else []
+    told = list(reports)
+    parts = [_describe_nearest(on, spec, told) for on in JUMPS if on in spec.on]
+    if Trigger.NAN in spec.on:
+        given = [metric for metric in METRICS if _is_given(metric, told)]
+        parts.append(
+            f"no {' or '.join(given)} was NaN or infinite" if given else _NOT_GIVEN.format(" or ".join(METRICS))
+        )
     parts += ["no signal came"] if Trigger.SIGNAL in spec.on else []
     return f"capture.trigger waited for {', '.join(spec.on)}, and none came: {'; '.join(parts)}"
 
 
-def _describe_nearest(on: Trigger, spec: TriggerSpec, seen: Sequence[Mapping[str, Any]]) -> str:
+_NOT_GIVEN = "step was given no {}"
+
+
+def _is_given(metric: str, reports: Iterable[Mapping[str, Any]]) -> bool:
+    return any(metric in report.get("metrics", ()) for report in reports)
+
+
+def _describe_nearest(on: Trigger, spec: TriggerSpec, reports: Sequence[Mapping[str, Any]]) -> str:
     metric = JUMPS[on]
+    if not _is_given(metric, reports):
+        return _NOT_GIVEN.format(metric)
     factor = spec.loss_factor if on == Trigger.LOSS_SPIKE else spec.grad_norm_factor
-    nearest = max((n[metric] for n in seen if n.get(metric)), key=lambda n: float(n["ratio"]), default=None)
+    known = [found for report in reports if (found := report.get("nearest", {}).get(metric))]
+    nearest = max(known, key=lambda found: float(found["ratio"]), default=None)
     if nearest is None:
-        return f"{metric} was never compared (it needs {spec.warmup} values before)"
+        return f"no {metric} was compared ({spec.warmup} before it are needed)"
     return (
         f"the largest {metric} was {float(nearest['ratio']):.3g} times its median, in iteration "
         f"{nearest['iteration']} ({factor:g} are needed)"

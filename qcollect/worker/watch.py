@@ -69,6 +69,7 @@ class Watch:
         self._rank = rank
         self._was_signalled = was_signalled
         factors = {Trigger.LOSS_SPIKE: spec.loss_factor, Trigger.GRAD_NORM_JUMP: spec.grad_norm_factor}
+        self._given: set[str] = set()
         self._detectors = {on: JumpDetector(spec, factors[on]) for on in JUMPS if on in spec.on}
 
     def observe(self, iteration: int, metrics: Mapping[str, Any]) -> TriggerEvent | None:
@@ -78,6 +79,7 @@ class Watch:
             metrics: as ``step`` gets them: numbers, or tensors of one. What is not there is not looked at.
         """
         values = {name: float(metrics[name]) for name in METRICS if metrics.get(name) is not None}
+        self._given |= values.keys()
         found = [self._event(Trigger.NAN, iteration, name, values[name]) for name in self._not_finite(values)]
         for on, detector in self._detectors.items():
             metric = JUMPS[on]
@@ -89,9 +91,9 @@ class Watch:
         return next(iter(found), None)
 
     def report(self) -> dict[str, Any]:
-        """What is waited for, and what came nearest to it; JSON."""
+        """What is waited for, in which metrics, and what came nearest to it; JSON."""
         nearest = {JUMPS[on]: detector.nearest for on, detector in self._detectors.items()}
-        return {"waiting_for": list(self.spec.on), "nearest": nearest}
+        return {"waiting_for": list(self.spec.on), "metrics": sorted(self._given), "nearest": nearest}
 
     def _not_finite(self, values: Mapping[str, float]) -> list[str]:
         return [n for n, value in values.items() if not math.isfinite(value)] if Trigger.NAN in self.spec.on else []

@@ -85,7 +85,7 @@ def test_training_that_ends_before_is_a_stop_that_says_what_was_seen(run, paths)
         "the training came to its end (data or iterations) with 0 of 8 captures; capture.trigger waited for "
         "loss_spike, nan, signal, and none came"
     )
-    assert after.endswith("(2 are needed); nothing was NaN or infinite; no signal came")
+    assert after.endswith("(2 are needed); no loss or grad_norm was NaN or infinite; no signal came")
     assert list(paths.run_dir.glob("*.pt")) == []
 
 

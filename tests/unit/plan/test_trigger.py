@@ -75,12 +75,21 @@ def test_event_in_words(event, text):
 def test_a_wait_is_told_with_what_came_nearest_on_any_rank():
     spec = TriggerSpec(on=("loss_spike", "nan", "grad_norm_jump", "signal"))
     reports = [
-        {"nearest": {"loss": {"ratio": 1.2, "iteration": 12}, "grad_norm": None}},
-        {"nearest": {"loss": {"ratio": 1.3111, "iteration": 40}, "grad_norm": None}},
+        {"metrics": ["loss"], "nearest": {"loss": {"ratio": 1.2, "iteration": 12}, "grad_norm": None}},
+        {"metrics": ["grad_norm"], "nearest": {"loss": {"ratio": 1.3111, "iteration": 40}, "grad_norm": None}},
         {},
     ]
     assert describe_wait(spec, reports) == (
         "capture.trigger waited for loss_spike, nan, grad_norm_jump, signal, and none came: the largest loss was 1.31 "
-        "times its median, in iteration 40 (2 are needed); grad_norm was never compared (it needs 10 values before); "
-        "nothing was NaN or infinite; no signal came"
+        "times its median, in iteration 40 (2 are needed); no grad_norm was compared (10 before it are needed); "
+        "no loss or grad_norm was NaN or infinite; no signal came"
+    )
+
+
+def test_metrics_that_were_never_given_are_named():
+    spec = TriggerSpec(on=("loss_spike", "nan"))
+    told = describe_wait(spec, [{"metrics": [], "nearest": {"loss": None}}])
+    assert told.endswith("none came: step was given no loss; step was given no loss or grad_norm")
+    assert describe_wait(spec, [{"metrics": ["grad_norm"]}]).endswith(
+        "none came: step was given no loss; no grad_norm was NaN or infinite"
     )

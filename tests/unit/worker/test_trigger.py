@@ -111,7 +111,7 @@ def test_training_that_ends_before_says_what_came_nearest(tmp_path):
         train(tmp_path, [*CALM, 1.9, 1.0], trigger=spike(on=["loss_spike", "nan"]))
     assert [str(w.message) for w in warned] == [
         "qcollect: rank 0: training ended before it was captured: capture.trigger waited for loss_spike, nan, and none "
-        "came: the largest loss was 1.9 times its median, in iteration 3 (2 are needed); nothing was NaN or infinite"
+        "came: the largest loss was 1.9 times its median, in iteration 3 (2 are needed); no loss was NaN or infinite"
     ]
 
 
@@ -260,7 +260,11 @@ def test_training_that_ends_before_the_trigger_is_an_end_of_data(paths, train_pl
     assert run.num_captured == 0
     assert read_stop(paths) == StopCause.DATA_END
     report = json.loads(paths.progress_path(0).read_text())["trigger"]
-    assert report == {"waiting_for": ["loss_spike", "signal"], "nearest": {"loss": {"ratio": 1.0, "iteration": 2}}}
+    assert report == {
+        "waiting_for": ["loss_spike", "signal"],
+        "metrics": ["loss"],
+        "nearest": {"loss": {"ratio": 1.0, "iteration": 2}},
+    }
 
 
 @pytest.mark.parametrize("num_kept", [0, 7, 30, 59])

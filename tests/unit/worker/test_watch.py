@@ -125,9 +125,10 @@ def test_an_iteration_without_metrics_gives_nothing():
 
 def test_the_report_names_what_came_nearest():
     watching = watch(Trigger.LOSS_SPIKE, Trigger.NAN)
-    assert watching.report() == {"waiting_for": ["loss_spike", "nan"], "nearest": {"loss": None}}
+    assert watching.report() == {"waiting_for": ["loss_spike", "nan"], "metrics": [], "nearest": {"loss": None}}
     assert first_event(watching, [2.0, 2.0, 2.0, 3.0, 2.0, 2.5]) is None
     assert watching.report()["nearest"] == {"loss": {"ratio": 1.5, "iteration": 3}}
+    assert watching.report()["metrics"] == ["loss"]
 
 
 def test_a_ratio_beyond_all_numbers_is_not_reported():

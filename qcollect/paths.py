@@ -6,7 +6,8 @@ OUT/
     .qcollect/                    state_dir: published once; whoever publishes it owns the run
       plan.json  run.json  metrics.jsonl  inspect.json
       manifest/rank00000.jsonl  progress/rank00000.json  errors/rank00000.json
-      logs/rank00000.log  logs/agent.log  logs/launcher.log  logs/torchrun/  control/stop
+      logs/rank00000.log  logs/agent.log  logs/launcher.log  logs/torchrun/  control/stop  control/signal
+      trigger.json                  what began the captures of a run that waited
       logs/rank00000.stacks         of a run that stalled
       index.sqlite                  made from the manifests, by whoever lists them; may be removed
       torn/                         what 'qcollect verify --repair' has set aside
@@ -93,6 +94,15 @@ class RunPaths:
     @property
     def stop_path(self) -> Path:
         return self.control_dir / "stop"
+
+    @property
+    def signal_path(self) -> Path:
+        """There once a signal asked for captures to begin."""
+        return self.control_dir / "signal"
+
+    @property
+    def trigger_path(self) -> Path:
+        return self.state_dir / "trigger.json"
 
     def manifest_path(self, rank: int) -> Path:
         return self.manifest_dir / f"rank{rank:05d}.jsonl"

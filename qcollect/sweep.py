@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from qcollect.errors import ExitCode, QcollectError
+from qcollect.host.capture_signal import CaptureSignal
 from qcollect.launch.claim import ClaimMode, check_same_run, is_complete
 from qcollect.launch.outcome import Outcome
-from qcollect.launch.supervisor import Watcher, execute
+from qcollect.launch.supervisor import Watcher, execute, takes_signal
 from qcollect.monitor.run_record import RunState
 from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
@@ -79,13 +80,15 @@ def run_sweep(
         watcher: as in ``execute``.
     """
     outcomes: list[tuple[Member, Outcome]] = []
-    for member in members:
-        on_start(member)
-        outcome = _execute_member(member, watcher)
-        outcomes.append((member, outcome))
-        on_end(member, outcome)
-        if outcome.sweep_ends_with is not None:
-            return SweepResult(outcomes=tuple(outcomes), exit_code=outcome.sweep_ends_with)
+    # a signal that asks for captures must not end the sweep between two members
+    with CaptureSignal(enabled=any(takes_signal(member.plan) for member in members)):
+        for member in members:
+            on_start(member)
+            outcome = _execute_member(member, watcher)
+            outcomes.append((member, outcome))
+            on_end(member, outcome)
+            if outcome.sweep_ends_with is not None:
+                return SweepResult(outcomes=tuple(outcomes), exit_code=outcome.sweep_ends_with)
     failed = any(outcome.exit_code != ExitCode.OK for _, outcome in outcomes)
     return SweepResult(outcomes=tuple(outcomes), exit_code=ExitCode.SWEEP_PARTLY_FAILED if failed else ExitCode.OK)
 

@@ -48,6 +48,21 @@ class Values(StrEnum):
     QUANTIZED = "quantized"
 
 
+class Trigger(StrEnum):
+    """What can begin the captures of a run that waits (``capture.trigger``). Of one iteration, on any rank:
+
+    ``loss_spike``: the loss is above ``loss_factor`` times the median of the losses before it.
+    ``nan``: the loss or the gradient norm is NaN or infinite.
+    ``grad_norm_jump``: the gradient norm is above ``grad_norm_factor`` times the median of those before it.
+    ``signal``: SIGUSR1 came, to the launcher or to the process itself.
+    """
+
+    LOSS_SPIKE = "loss_spike"
+    NAN = "nan"
+    GRAD_NORM_JUMP = "grad_norm_jump"
+    SIGNAL = "signal"
+
+
 COMPONENTS = {LayerType.ATTENTION: Component.FA, LayerType.LINEAR: Component.LINEAR}
 
 # Names a file name can carry as its quant type. The number formats themselves are in the

@@ -429,12 +429,15 @@ def _read_plan(paths: "RunPaths") -> "tuple[frozenset[CaptureKey] | None, Findin
     """The captures of the plan, None without one; or what is wrong with it."""
     from qcollect.plan.keys import planned_keys
     from qcollect.plan.record import Plan
+    from qcollect.plan.trigger import read_event
     from qcollect.store.verify import Finding, Problem
 
     if not paths.plan_path.exists():
         return None, None
     try:
-        return planned_keys(Plan.read(paths.plan_path).schedule), None
+        event = read_event(paths)
+        start = 0 if event is None else event.start
+        return planned_keys(Plan.read(paths.plan_path).schedule, start=start), None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         what = f"cannot be read ({type(error).__name__}: {error}), so nothing was compared with the plan"
         advice = "begin anew with 'qcollect run --overwrite', or put back the file"

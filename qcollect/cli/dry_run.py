@@ -68,6 +68,9 @@ def describe_device(device: RankDevice) -> str:
 
 def _describe_schedule(plan: Plan) -> Iterator[str]:
     """Ranks with the same cuts together; of each cut the modules in order."""
+    trigger = plan.recipe.capture.trigger
+    if trigger is not None:
+        yield f"begins at the trigger: T is the first iteration in which a rank sees {', '.join(trigger.on)}"
     ranks = range(plan.world_size)
     by_cuts = groupby(ranks, key=lambda rank: [(c.iteration, c.micro_batch, c.count) for c in plan.schedule.cuts[rank]])
     for _, group in by_cuts:
@@ -75,7 +78,8 @@ def _describe_schedule(plan: Plan) -> Iterator[str]:
         name = f"rank {members[0]}" if len(members) == 1 else f"ranks {members[0]} to {members[-1]}"
         yield f"{name}: {_count(plan.schedule.share(members[0]), 'capture')}{' each' if len(members) > 1 else ''}"
         for cut in plan.schedule.cuts[members[0]]:
-            yield f"  iteration {cut.iteration}, micro-batch {cut.micro_batch}: {_count(cut.count, 'capture')}"
+            iteration = cut.iteration if trigger is None else f"T+{1 + cut.iteration}"
+            yield f"  iteration {iteration}, micro-batch {cut.micro_batch}: {_count(cut.count, 'capture')}"
             yield from (f"    {line}" for line in _describe_cut(plan.schedule.captures, cut))
 
 

@@ -226,7 +226,9 @@ def _resume(plan: Plan, paths: RunPaths, now: float, *, is_alone: bool) -> Claim
     plan = replace(plan, run_id=str((stored or {}).get("run_id") or plan.run_id))
     record = _new_record(plan, now)
     write_json_atomic(paths.run_path, record.to_dict())
-    for path in (paths.stop_path, paths.metrics_path, *paths.progress_dir.glob("*.json"), *paths.errors_dir.glob("*")):
+    # what the captures began with stays: they go on from there
+    stale = (paths.stop_path, paths.signal_path, paths.metrics_path)
+    for path in (*stale, *paths.progress_dir.glob("*.json"), *paths.errors_dir.glob("*")):
         path.unlink(missing_ok=True)
     for path in temporaries(paths.run_dir):
         path.unlink(missing_ok=True)

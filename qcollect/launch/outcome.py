@@ -79,6 +79,7 @@ def judge(
     failures: tuple[Failure, ...],
     agent_log_path: Path,
     now: float,
+    trigger: str | None = None,
 ) -> Outcome:
     """The outcome of a run whose processes are gone.
 
@@ -90,10 +91,13 @@ def judge(
         failures: the first cause first.
         agent_log_path: where torchrun's own output is.
         now: unix seconds.
+        trigger: what the captures began with, or what was waited for, in a sentence; None: they did not wait.
     """
     so_far = f"{captured} of {target} captures"
+    trigger = f"; {trigger}" if trigger else ""
     if agent_exit_code == 0 and captured == target:
-        return Outcome(state=RunState.COMPLETED, exit_code=ExitCode.OK, reason=f"all {target} captures were taken")
+        reason = f"all {target} captures were taken{trigger}"
+        return Outcome(state=RunState.COMPLETED, exit_code=ExitCode.OK, reason=reason)
     if stop is not None:
         failures = tuple(f for f in failures if stop.escalated_at is None or f.time_s < stop.escalated_at)
     if agent_exit_code != 0 and stop is None and not failures:
@@ -104,12 +108,12 @@ def judge(
         state, exit_code, text = _STOPS[stop.cause]
         force = f", by force: {stop.forced_by}" if stop.forced_by else ""
         detail = f": {stop.detail}" if stop.detail else ""
-        reason = f"{text} with {so_far}{force}{detail}"
+        reason = f"{text} with {so_far}{force}{detail}{trigger}"
         return Outcome(state=state, exit_code=exit_code, reason=reason, cause=stop.cause)
     if captured > target:
         return _failed(f"the run ended with {so_far}; the workers' logs: {agent_log_path.parent}", failures)
     state, exit_code, text = _STOPS[StopCause.DATA_END]
-    reason = f"{text} with {so_far}; the workers' logs: {agent_log_path.parent}"
+    reason = f"{text} with {so_far}{trigger}; the workers' logs: {agent_log_path.parent}"
     return Outcome(state=state, exit_code=exit_code, reason=reason)
 
 

@@ -112,11 +112,13 @@ def check_limits(plan: Plan) -> None:
         expand_indices(spec.show_ranks, plan.world_size, key="launch.show_ranks")
     first = plan.schedule.first_iteration
     num_bytes = plan.schedule.num_bytes(first)
+    which, more = f"iteration {first}", "capture.iterations=spread:K"
+    if plan.recipe.capture.trigger is not None:
+        which, more = "the first iteration", "capture.trigger.iterations=K"
     if spec.max_bytes is not None and num_bytes > spec.max_bytes:
         raise ScheduleError(
-            f"launch.max_bytes is {spec.max_bytes:,}, and the captures of iteration {first} alone are about "
-            f"{num_bytes:,} bytes; raise it, lower --target, or spread the captures with "
-            "--set capture.iterations=spread:K"
+            f"launch.max_bytes is {spec.max_bytes:,}, and the captures of {which} alone are about "
+            f"{num_bytes:,} bytes; raise it, lower --target, or spread the captures with --set {more}"
         )
 
 
@@ -175,6 +177,8 @@ def find_layout(plan: Plan) -> list[Finding]:
 def find_end_of_data(plan: Plan, num_samples: int | None) -> list[Finding]:
     """Whether captures would see samples a second time: at their end the data begin anew, in another order."""
     train = plan.recipe.train
+    if plan.recipe.capture.trigger is not None:  # nobody knows which samples they will be
+        return []
     num_iterations = 1 + max((cut.iteration for cuts in plan.schedule.cuts for cut in cuts), default=0)
     each = train.micro_batches * train.micro_batch_size * plan.world_size
     if num_samples is None or num_iterations * each <= num_samples:

@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from qcollect.errors import ExitCode, WorkerError
+from qcollect.host.capture_signal import CaptureSignal
 from qcollect.host.processes import (
     DETACHED_VARIABLE,
     PARENT_VARIABLE,
@@ -50,9 +51,11 @@ from qcollect.monitor.snapshot import RankSnapshot, RunSnapshot, read_snapshot
 from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
 from qcollect.plan.stop import StopCause, read_stop, request_stop
+from qcollect.plan.trigger import describe_wait, read_event, request_capture
 from qcollect.recipe.selectors import expand_indices
 from qcollect.store.files import count_lines
 from qcollect.store.manifest import list_manifests
+from qcollect.vocab import Trigger
 
 OnTick = Callable[[RunSnapshot], None]
 OnLine = Callable[[int, str], None]
@@ -93,9 +96,9 @@ def execute(plan: Plan, *, mode: ClaimMode, watcher: Watcher, agent: PreparedAge
     Raises:
         OutputError: the folder cannot be had; nothing was changed.
     """
-    with StopSignals() as signals:
+    with StopSignals() as signals, CaptureSignal(enabled=takes_signal(plan)) as capture_signal:
         owned = claim(plan, mode=mode, now=time.time())
-        run = _Run(plan, owned, signals, watcher, agent)
+        run = _Run(plan, owned, signals, capture_signal, watcher, agent)
         try:
             watcher.on_claimed(owned.paths)
             outcome = run.supervise()
@@ -108,16 +111,28 @@ def execute(plan: Plan, *, mode: ClaimMode, watcher: Watcher, agent: PreparedAge
         return outcome
 
 
+def takes_signal(plan: Plan) -> bool:
+    """Whether SIGUSR1 to the launcher asks for captures."""
+    return plan.recipe.capture.trigger is not None and Trigger.SIGNAL in plan.recipe.capture.trigger.on
+
+
 class _Run:
     """One execution of a plan, from the agent's start until the last of its processes is reaped."""
 
     def __init__(
-        self, plan: Plan, owned: Claim, signals: StopSignals, watcher: Watcher, prepared: PreparedAgent | None
+        self,
+        plan: Plan,
+        owned: Claim,
+        signals: StopSignals,
+        capture_signal: CaptureSignal,
+        watcher: Watcher,
+        prepared: PreparedAgent | None,
     ) -> None:
         self.plan = plan
         self.paths = owned.paths
         self.record: RunRecord = owned.record
         self.signals = signals
+        self.capture_signal = capture_signal
         self.watcher = watcher
         self.prepared = prepared
         spec = plan.recipe.launch
@@ -182,6 +197,7 @@ class _Run:
             has_ended = self.agent is None or self.agent.poll() is not None
             self._show_lines(self.logs.read())
             self._notice_stop(now_s)
+            self._pass_on_signal()
             if has_ended or self._must_kill(now_s):
                 return
             self._tick()
@@ -198,6 +214,13 @@ class _Run:
                 self._begin_stop(StopCause.MAX_TIME, now_s)
         if self.failure_seen_s is None and has_failures(self.paths):
             self.failure_seen_s = now_s
+
+    def _pass_on_signal(self) -> None:
+        """Ask the ranks for captures; on a full disk again at the next look."""
+        if self.capture_signal.was_received:
+            with suppress(OSError):
+                request_capture(self.paths)
+                self.capture_signal.was_received = False
 
     def _begin_stop(self, cause: StopCause, now_s: float) -> None:
         self.stop, self.stop_asked_s = Stop(cause=cause), now_s
@@ -267,6 +290,8 @@ class _Run:
         if started_s < self.next_snapshot_s:
             return
         snapshot = read_snapshot(self.paths, time.time())
+        if snapshot.trigger is not None and self.record.trigger is None:
+            self._record(trigger=snapshot.trigger)
         self.watcher.on_tick(snapshot)
         self._notice_stall(snapshot.ranks, started_s)
         # killed, it told nobody; torchrun gives the others half a minute before it does
@@ -306,6 +331,7 @@ class _Run:
             failures=failures,
             agent_log_path=self.paths.agent_log_path,
             now=time.time(),
+            trigger=self._describe_trigger(),
         )
         if self.signals.received:
             outcome = replace(outcome, signalled=cause_of(self.signals.received[0]))
@@ -313,6 +339,16 @@ class _Run:
             return outcome
         tail = read_log_tail(outcome.failures[0].log_path) or read_log_tail(self.paths.agent_log_path)
         return replace(outcome, log_tail=tail)
+
+    def _describe_trigger(self) -> str | None:
+        spec, event = self.plan.recipe.capture.trigger, read_event(self.paths)
+        if spec is None:
+            return None
+        if event is not None:
+            self.record = replace(self.record, trigger=event)  # written with how the run ended
+            return str(event)
+        ranks = read_snapshot(self.paths, time.time()).ranks
+        return describe_wait(spec, [rank.trigger for rank in ranks if rank.trigger])
 
     def _record(self, **changes: object) -> None:
         self.next_snapshot_s = 0.0  # told at once, however long the last one took to read

@@ -63,7 +63,8 @@ def render_run(run: RunSnapshot) -> RenderableType:
     where = Text(printable(str(run.run_dir)), style="dim", overflow="fold")
     rows: list[RenderableType] = [Text(title, style="bold", overflow="fold"), where, Text()]
     rows += [render_table([run]), Text(), _rank_table(run)]
-    notes = [*_failure_notes(run), *(Text(f"warning: {printable(w)}", style="yellow") for w in run.warnings)]
+    trigger = [] if run.trigger is None else [Text(printable(str(run.trigger)), overflow="fold")]
+    notes = [*trigger, *_failure_notes(run), *(Text(f"warning: {printable(w)}", style="yellow") for w in run.warnings)]
     return Group(*rows, *([Text(), *notes] if notes else []))
 
 
@@ -91,6 +92,8 @@ def plain_line(run: RunSnapshot) -> str:
         f"ranks {_ranks(run)}",
         f"exit {_optional(run.exit_code)}",
     ]
+    if run.trigger is not None and not run.reason:
+        parts.append(str(run.trigger))
     line = "  ".join(printable(part) for part in parts)
     return f"{line}  {printable(run.reason)}" if run.reason else line
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from qcollect.host.processes import ProcessId, parse_process
 from qcollect.paths import RunPaths
+from qcollect.plan.trigger import TriggerEvent, parse_event
 from qcollect.store.files import read_json, write_json_atomic, write_json_in_place
 
 RUN_SCHEMA = 1
@@ -57,6 +58,7 @@ class RunRecord:
     ended_at: float | None = None
     exit_code: int | None = None
     reason: str | None = None
+    trigger: TriggerEvent | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -75,6 +77,7 @@ class RunRecord:
             "started_at": _to_iso(self.started_at),
             "ended_at": _to_iso(self.ended_at),
             "recipe_name": self.recipe_name,
+            "trigger": None if self.trigger is None else self.trigger.to_dict(),
         }
 
     @classmethod
@@ -94,6 +97,7 @@ class RunRecord:
             ended_at=_from_iso(fields.get("ended_at")),
             exit_code=fields["exit_code"] if isinstance(fields.get("exit_code"), int) else None,
             reason=None if fields.get("reason") is None else str(fields["reason"]),
+            trigger=parse_event(fields.get("trigger")),
         )
 
 

@@ -19,6 +19,7 @@ from qcollect.host.processes import ProcessId, parse_process, process_is
 from qcollect.monitor.failures import Failure, read_failures
 from qcollect.monitor.run_record import RunRecord, RunState, read_run_record
 from qcollect.paths import RunPaths, find_runs
+from qcollect.plan.trigger import TriggerEvent, read_event
 from qcollect.store.files import count_lines, read_json, read_tail
 from qcollect.store.folder import capture_dirs
 from qcollect.store.manifest import list_manifests
@@ -38,7 +39,7 @@ class RankSnapshot:
     ``state`` is the worker's word (loading, training, draining, done, left, failed), ``waiting`` before its
     first report, ``gone`` when its process ended without one, ``ended`` when torchrun ended it because
     another rank failed. ``num_micro_batches`` counts those begun in the iteration; ``age_s`` is the age of the
-    report.
+    report; ``trigger`` what it waits for, and what came nearest to it.
     """
 
     rank: int
@@ -54,11 +55,17 @@ class RankSnapshot:
     loss: float | None = None
     age_s: float | None = None
     waited_s: float | None = None
+    trigger: dict[str, Any] | None = None
     failure: Failure | None = None
 
     @property
     def is_ok(self) -> bool:
         return self.failure is None and self.state not in ("failed", "gone")
+
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        names = (self.trigger or {}).get("waiting_for")
+        return tuple(map(str, names)) if isinstance(names, list) else ()
 
     def to_dict(self) -> dict[str, Any]:
         failure = None if self.failure is None else self.failure.to_dict()
@@ -71,7 +78,8 @@ class RunSnapshot:
     host's, or captures that no launcher of ours made).
 
     ``captured`` counts manifest lines, ``num_files`` the ``.pt`` files and ``bytes`` their sizes.
-    ``phase`` says more of an active run: starting, loading, capturing, training, draining, stopping.
+    ``phase`` says more of an active run: starting, loading, waiting for a trigger, capturing, training, draining,
+    stopping. ``trigger`` is what began its captures, if it waited.
     ``failures`` has the first cause first; ``warnings`` are findings, each a complete sentence.
     """
 
@@ -100,6 +108,7 @@ class RunSnapshot:
     tokens_per_s: float | None = None
     exit_code: int | None = None
     reason: str | None = None
+    trigger: TriggerEvent | None = None
     failures: tuple[Failure, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -121,6 +130,7 @@ class RunSnapshot:
             "state": str(self.state),
             "state_text": self.state_text,
             "num_ranks_ok": self.num_ranks_ok,
+            "trigger": None if self.trigger is None else self.trigger.to_dict(),
             "ranks": [rank.to_dict() for rank in self.ranks],
             "failures": [failure.to_dict() for failure in self.failures],
             "warnings": list(self.warnings),
@@ -150,6 +160,7 @@ def read_snapshot(
     files = _scan_files(paths.run_dir)
     captured = sum(rank.captured for rank in ranks)
     metrics = _last_metrics(paths)
+    event = read_event(paths)
     rate = _files_per_s(files, record, state, captured, now)
     num_missing = max(0, record.target - captured)
     ended_at = now if state.is_active else record.ended_at
@@ -159,7 +170,7 @@ def read_snapshot(
         quant_type=record.quant_type,
         recipe_name=record.recipe_name,
         state=state,
-        phase=_phase(state, ranks, record.target, captured),
+        phase=_phase(state, ranks, record.target, captured, waits=event is None),
         host=record.host,
         target=record.target,
         captured=captured,
@@ -179,6 +190,7 @@ def read_snapshot(
         tokens_per_s=_number(metrics.get("tokens_per_s")),
         exit_code=record.exit_code,
         reason=record.reason,
+        trigger=event,
         failures=failures,
         warnings=tuple(_warnings(state, ranks, captured, files.count)),
     )
@@ -229,7 +241,7 @@ def _current_state(record: RunRecord, is_here: bool, is_process: Callable[[Proce
     return record.state if is_process(record.launcher) else RunState.LOST
 
 
-def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captured: int) -> str:
+def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captured: int, *, waits: bool) -> str:
     if state != RunState.RUNNING:
         return str(state)
     states = {rank.state for rank in ranks}
@@ -237,6 +249,9 @@ def _phase(state: RunState, ranks: tuple[RankSnapshot, ...], target: int, captur
         return "starting"
     if "training" not in states:
         return "loading" if states & {"loading", "waiting"} else "draining"
+    waiting_for = next((rank.waiting_for for rank in ranks if rank.waiting_for), ())
+    if waiting_for and waits:
+        return f"waiting for {', '.join(waiting_for)}"
     return "capturing" if captured < target else "training"
 
 
@@ -297,6 +312,7 @@ def _read_rank(
         loss=_number(fields.get("loss")),
         age_s=None if updated_at is None else max(0.0, now - updated_at),
         waited_s=_number(fields.get("waited_s")),
+        trigger=trigger if isinstance(trigger := fields.get("trigger"), dict) else None,
         failure=failure,
     )
 

@@ -6,16 +6,20 @@ from qcollect.plan.schedule import PlannedCapture, Schedule
 from qcollect.vocab import CaptureKey, Values
 
 
-def planned_keys(schedule: Schedule) -> frozenset[CaptureKey]:
-    """Every capture of a schedule. ``sample_idx`` is 0 in all: which samples a rank sees is up to the script."""
-    return frozenset(_keys(schedule))
+def planned_keys(schedule: Schedule, *, start: int = 0) -> frozenset[CaptureKey]:
+    """Every capture of a schedule. ``sample_idx`` is 0 in all: which samples a rank sees is up to the script.
+
+    Args:
+        start: the iteration the schedule counts from.
+    """
+    return frozenset(_keys(schedule, start))
 
 
-def _keys(schedule: Schedule) -> Iterator[CaptureKey]:
+def _keys(schedule: Schedule, start: int) -> Iterator[CaptureKey]:
     for rank, cuts in enumerate(schedule.cuts):
         for cut in cuts:
             for capture in schedule.captures[: cut.count]:
-                yield _key(capture, rank, cut.iteration, cut.micro_batch)
+                yield _key(capture, rank, start + cut.iteration, cut.micro_batch)
 
 
 def _key(capture: PlannedCapture, rank: int, iteration: int, micro_batch: int) -> CaptureKey:

@@ -125,7 +125,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The list of one micro-batch's captures in order, and each rank's cuts of it."""
+    """The list of one micro-batch's captures in order, and each rank's cuts of it.
+
+    The iterations of a run with a trigger count from the first that it captures.
+    """
 
     captures: tuple[PlannedCapture, ...]
     cuts: tuple[tuple[Cut, ...], ...]
@@ -371,9 +374,7 @@ def build_schedule(
         SelectionError: iterations, ranks or samples outside the run.
         ScheduleError: the target is more than the run can produce; the message has the number.
     """
-    iterations = (
-        (0,) if spec.iterations is None else expand_indices(spec.iterations, num_iterations, key="capture.iterations")
-    )
+    iterations = _captured_iterations(spec, num_iterations)
     ranks = range(world_size) if spec.ranks is None else expand_indices(spec.ranks, world_size, key="capture.ranks")
     samples = None
     if spec.samples is not None:
@@ -400,6 +401,15 @@ def build_schedule(
         tuple(_cut_rank(num_captures, slots[rank], shares[rank])) if rank in slots else () for rank in range(world_size)
     )
     return Schedule(captures=tuple(captures), cuts=cuts)
+
+
+def _captured_iterations(spec: CaptureSpec, num_iterations: int) -> Sequence[int]:
+    """Those of the training; with a trigger counted from the first after it."""
+    if spec.trigger is not None:
+        return range(spec.trigger.iterations)
+    return (
+        (0,) if spec.iterations is None else expand_indices(spec.iterations, num_iterations, key="capture.iterations")
+    )
 
 
 def warn_of_small_target(schedule: Schedule, spec: CaptureSpec) -> str | None:
@@ -430,12 +440,13 @@ def _refuse_impossible(num_captures: int, spec: CaptureSpec, slots: dict[int, di
     # the first ranks take one more: the least capacity for all, and one for each before the first that is full
     possible = min(capacities) * len(capacities) + capacities.index(min(capacities))
     if spec.target > possible:
+        more = "capture.iterations=spread:K" if spec.trigger is None else "capture.trigger.iterations=K"
         num_iterations = max(map(len, slots.values()))
         num_batches = max(len(batches) for by_iteration in slots.values() for batches in by_iteration.values())
         raise ScheduleError(
             f"target {spec.target} is more than this run can produce: {possible} files = {num_captures} captures a "
             f"micro-batch, {num_batches} micro-batch(es), {num_iterations} iteration(s), {len(slots)} rank(s); lower "
-            "--target, or capture more with --set capture.iterations=spread:K or capture.values=both"
+            f"--target, or capture more with --set {more} or capture.values=both"
         )
 
 

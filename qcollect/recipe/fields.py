@@ -19,7 +19,7 @@ from qcollect.formats.custom import definition_of, read_definition
 from qcollect.formats.records import HADAMARD_SIZES
 from qcollect.recipe.records import IndexSelector
 from qcollect.recipe.selectors import check_selector, match_names
-from qcollect.vocab import TENSOR_NAMES, LayerType, Operation, Phase
+from qcollect.vocab import TENSOR_NAMES, LayerType, Operation, Phase, Trigger
 
 WHOLE_SENTENCE, SEVERAL_SENTENCES = "whole_sentence", "several_sentences"
 BUNDLED_DIR = "$BUNDLED_DIR"
@@ -124,6 +124,16 @@ def _vocabulary(words: tuple[str, ...]) -> PlainValidator:
         return patterns
 
     return PlainValidator(check)
+
+
+def _triggers(value: Any) -> tuple[str, ...]:
+    names, words = _texts(value), [str(trigger) for trigger in Trigger]
+    if not names:
+        raise ValueError(f"must name at least one; {known('', words)}")
+    for name in names:
+        if name not in words:
+            raise ValueError(f"{name!r} is not one; {known(name, words)}")
+    return tuple(dict.fromkeys(names))
 
 
 def _selector_of(section: str) -> PlainValidator:
@@ -265,6 +275,7 @@ LayerTypes = Annotated[tuple[str, ...], _vocabulary(tuple(LayerType))]
 Operations = Annotated[tuple[str, ...], _vocabulary(tuple(Operation))]
 Phases = Annotated[tuple[str, ...], _vocabulary(tuple(Phase))]
 TensorNames = Annotated[tuple[str, ...], _vocabulary(TENSOR_NAMES)]
+Triggers = Annotated[tuple[str, ...], PlainValidator(_triggers)]
 Selector = Annotated[IndexSelector, _selector_of("capture")]
 Ranks = Annotated[IndexSelector, _selector_of("launch")]
 Duration = Annotated[float, PlainValidator(_duration)]

@@ -12,6 +12,7 @@ from typing import Any
 from qcollect.errors import RecipeError
 from qcollect.formats.custom import find_quant_type
 from qcollect.formats.records import QuantType
+from qcollect.vocab import Trigger
 
 BYTES_TOKENIZER = "bytes"
 
@@ -140,6 +141,33 @@ class QuantSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TriggerSpec:
+    """What a run waits for before it captures (``vocab.Trigger``), and how much it captures then.
+
+    Args:
+        on: the triggers watched; the first that any rank sees counts, and it counts once.
+        iterations: optimizer steps captured, from the one after that in which it was seen.
+        window: how many of the last finite values a median is taken of.
+        warmup: how many finite values there must have been before one is called a jump.
+        loss_factor: times the median, above which a loss is a spike.
+        grad_norm_factor: the same of the gradient norm, which varies more.
+    """
+
+    on: tuple[str, ...]
+    iterations: int = 1
+    window: int = 50
+    warmup: int = 10
+    loss_factor: float = 2.0
+    grad_norm_factor: float = 4.0
+
+    @property
+    def first_possible(self) -> int:
+        """The earliest iteration that can be captured, counted from the first of the training."""
+        needs_values = all(name in (Trigger.LOSS_SPIKE, Trigger.GRAD_NORM_JUMP) for name in self.on)
+        return 1 + (self.warmup if needs_values else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSpec:
     """What is captured. A selector that is None leaves everything in (iterations: the first only).
 
@@ -162,6 +190,7 @@ class CaptureSpec:
         storage: quantized copies as ``values``, or as ``codes`` and scales in the layout of their type.
         scales: the scales of blocks beside values, original and quantized.
         compress: ``none``, or ``zstd`` for what is stored as values.
+        trigger: what to wait for; None: the captures begin with the training.
     """
 
     target: int = 50
@@ -184,6 +213,7 @@ class CaptureSpec:
     storage: str = "values"
     scales: bool = False
     compress: str = "none"
+    trigger: TriggerSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,13 +285,20 @@ def recipe_from_dict(fields: Mapping[str, Any]) -> Recipe:
             data=DataSpec(**_to_tuples(fields["data"])),
             train=TrainSpec(**_to_tuples(fields["train"])),
             quant=QuantSpec(**_to_tuples(fields["quant"])),
-            capture=CaptureSpec(**_to_tuples(fields["capture"])),
+            capture=capture_from_dict(fields["capture"]),
             launch=LaunchSpec(**_to_tuples(fields["launch"])),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
             f"a stored recipe cannot be read: {error}; it is damaged or of another version of qcollect"
         ) from error
+
+
+def capture_from_dict(fields: Mapping[str, Any]) -> CaptureSpec:
+    """The ``capture`` section of ``Recipe.to_dict``, or of a checked recipe, as its record."""
+    trigger = fields.get("trigger")
+    spec = None if trigger is None else TriggerSpec(**_to_tuples(trigger))
+    return CaptureSpec(**_to_tuples({**fields, "trigger": spec}))
 
 
 def _to_json(value: Any) -> Any:

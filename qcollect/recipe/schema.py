@@ -24,11 +24,13 @@ from qcollect.recipe.records import (
     ModelSpec,
     QuantSpec,
     TrainSpec,
+    TriggerSpec,
 )
 from qcollect.recipe.selectors import expand_indices
 
 _MODEL, _TRAIN, _QUANT, _CAPTURE, _LAUNCH = ModelSpec(), TrainSpec(), QuantSpec(), CaptureSpec(), LaunchSpec()
 _DATA = DataSpec(path=(), sequence_length=1)
+_TRIGGER = TriggerSpec(on=())
 
 
 def _empty_section(value: Any) -> Any:
@@ -220,6 +222,20 @@ class QuantModel(Section):
         return self
 
 
+class TriggerModel(Section):
+    on: f.Triggers
+    iterations: f.Count = _TRIGGER.iterations
+    window: f.Count = _TRIGGER.window
+    warmup: f.Count = _TRIGGER.warmup
+    loss_factor: Annotated[f.Real, Field(gt=1)] = _TRIGGER.loss_factor
+    grad_norm_factor: Annotated[f.Real, Field(gt=1)] = _TRIGGER.grad_norm_factor
+
+
+def _trigger_by_name(value: Any) -> Any:
+    """Names alone stand for a section with these in ``on``."""
+    return {"on": value} if isinstance(value, str | list | tuple) else value
+
+
 class CaptureModel(Section):
     target: f.Count = _CAPTURE.target
     layers: f.Selector | None = _CAPTURE.layers
@@ -241,6 +257,26 @@ class CaptureModel(Section):
     storage: Literal["values", "codes"] = "values"
     scales: f.Flag = _CAPTURE.scales
     compress: Literal["none", "zstd"] = "none"
+    trigger: Annotated[TriggerModel | None, BeforeValidator(_trigger_by_name)] = None
+
+    @model_validator(mode="after")
+    def _trigger_says_when(self) -> Self:
+        if self.trigger is None:
+            return self
+        if self.iterations is not None:
+            raise f.problem(
+                "capture.iterations counts from the start of the training, and with capture.trigger nobody knows "
+                "beforehand when captures begin; say how many iterations with capture.trigger.iterations, and take "
+                "capture.iterations out (null)",
+                "capture.iterations",
+            )
+        if self.samples is not None:
+            raise f.problem(
+                "capture.samples counts from the start of the training, and with capture.trigger nobody knows "
+                "beforehand when captures begin; take one of them out (null)",
+                "capture.samples",
+            )
+        return self
 
     @model_validator(mode="after")
     def _codes_are_of_quantized_values(self) -> Self:
@@ -282,6 +318,20 @@ class RecipeModel(Section):
                 expand_indices(self.capture.iterations, self.train.iterations, key="capture.iterations")
             except SelectionError as error:
                 raise f.problem(f"{error}; see train.iterations", "capture.iterations") from None
+        return self
+
+    @model_validator(mode="after")
+    def _trigger_leaves_time(self) -> Self:
+        if self.capture.trigger is not None:
+            spec = TriggerSpec(**self.capture.trigger.model_dump())
+            needed = spec.first_possible + spec.iterations
+            if needed > self.train.iterations:
+                raise f.problem(
+                    f"capture.trigger can capture its {spec.iterations} iteration(s) from iteration "
+                    f"{spec.first_possible} on, which takes {needed} in all, and train.iterations is "
+                    f"{self.train.iterations}; train longer, or lower capture.trigger.iterations or warmup",
+                    "capture.trigger",
+                )
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qcollect.errors import UsageError
 from qcollect.worker import collect as collect_module
 from qcollect.worker.collector import Collector
 from qcollect.worker.sites import find_modules, unwrap
@@ -50,6 +51,7 @@ class _Auto:
         elif is_model(module):
             disable()
             self.collector = collect_module.collect(module)
+            refuse_metrics(self.collector)
             self.collector.__enter__()
             atexit.register(self.collector.__exit__, None, None, None)
         return _original_call(module, *args, **kwargs)
@@ -70,6 +72,19 @@ class _Auto:
 def is_model(module: nn.Module) -> bool:
     """Whether a module that is called is the model in training: it has something to capture."""
     return module.training and torch.is_grad_enabled() and bool(find_modules(unwrap(module)))
+
+
+def refuse_metrics(collector: Collector) -> None:
+    """Nothing, if what is waited for can be seen without the script's help.
+
+    Raises:
+        UsageError: it is in metrics that nobody gives.
+    """
+    if collector.start.needs_metrics:
+        raise UsageError(
+            "capture.trigger.on waits for what only the script can tell, and the script does not call "
+            "qcollect.collect; let it, and its run.step(loss=..., grad_norm=...), or wait for signal alone"
+        )
 
 
 def enable(*, exit_at_target: bool = False) -> None:

@@ -17,24 +17,19 @@ from qcollect.plan.record import Plan
 from qcollect.plan.schedule import ModuleSites, build_schedule, choose_captures, warn_of_small_target
 from qcollect.recipe.origins import Origins
 from qcollect.recipe.problems import explain
-from qcollect.recipe.records import CaptureSpec, QuantSpec
+from qcollect.recipe.records import CaptureSpec, QuantSpec, capture_from_dict
 from qcollect.recipe.schema import CaptureModel, QuantModel, Section
 from qcollect.recipe.selectors import match_names
 from qcollect.vocab import LayerType, RankInfo
-from qcollect.worker.collector import (
-    Collector,
-    CollectorSettings,
-    claim_directory,
-    make_vote_group,
-    refuse_compiled,
-    seat,
-)
+from qcollect.worker.claim import claim_directory
+from qcollect.worker.collector import Collector, CollectorSettings, refuse_compiled, seat
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, named_modules, unwrap
 from qcollect.worker.state import detect_rank
 from qcollect.worker.unserved import describe_unserved, find_unserved
+from qcollect.worker.vote import make_vote_group
 
 PLAN_VARIABLE = "QCOLLECT_PLAN"
 CAPTURE_SETTINGS = tuple(f.name for f in fields(CaptureSpec) if f.name != "target")
@@ -89,6 +84,8 @@ def collect(
         loss_scale: recorded; what the loss is multiplied with before ``backward``.
         seed: of everything random in quantization.
         settings: any field of a recipe's ``capture`` and ``quant`` sections (``values="both"``, ``layers=[0]``, ...).
+            ``trigger=["loss_spike", "nan"]``, or a dict of a trigger's fields, waits for what is given to
+            ``run.step(loss=..., grad_norm=...)``, or for SIGUSR1 to this process (``signal``).
 
     What has products that no tap reaches (experts in one tensor, a kernel of a module's own) is named in one warning.
 
@@ -146,6 +143,7 @@ def collect(
             by_iteration=capture.layout == "by_iteration",
             engine=EngineSettings.of(capture),
             enabled=enabled,
+            trigger=capture.trigger,
         ),
         group,
     )
@@ -168,6 +166,7 @@ def settings_of_plan(plan: Plan) -> CollectorSettings:
         is_planned=True,
         enabled=saving_enabled(),
         max_bytes=plan.recipe.launch.max_bytes,
+        trigger=plan.recipe.capture.trigger,
         device=next((device for device in plan.devices if device.local_rank == rank.local_rank), None),
     )
 
@@ -232,7 +231,7 @@ def _specs(quant_type: str, target: int, settings: dict[str, Any]) -> tuple[Quan
         found = explain(error, Origins("collect", {}))
         raise UsageError("\n".join(f"{origin.text}: {message}" for origin, message in found)) from None
     quant = checked.quant.model_dump() | {"overrides": checked.quant.overrides.to_dict()}
-    return QuantSpec(**quant), CaptureSpec(**checked.capture.model_dump())
+    return QuantSpec(**quant), capture_from_dict(checked.capture.model_dump())
 
 
 def _listed(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The collector: taps on a model, a schedule, a saver, and the ranks' common decision when to stop."""
+"""The collector: taps on a model, a schedule, a saver, and a vote of the ranks when to stop."""
 
 import ctypes
 import os
@@ -12,16 +12,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from qcollect.errors import CaptureError, OutputError, UsageError
+from qcollect.errors import CaptureError, UsageError
 from qcollect.paths import RunPaths
 from qcollect.plan.devices import RankDevice
 from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
-from qcollect.plan.stop import StopCause, read_stop, request_stop
+from qcollect.plan.stop import StopCause, request_stop
+from qcollect.plan.trigger import TriggerEvent
+from qcollect.recipe.records import TriggerSpec
 from qcollect.vocab import RankInfo
 from qcollect.worker.engine import CaptureEngine, EngineSettings
 from qcollect.worker.frame import Frame, Moment, TakenCapture, Wanted, want_key
@@ -33,7 +34,9 @@ from qcollect.worker.saver import Observation, Saver, Source, fix_value
 from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sites import Taps, install, unwrap
 from qcollect.worker.staging import held_bytes
+from qcollect.worker.start import Start
 from qcollect.worker.state import STATE
+from qcollect.worker.vote import Ballot, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +61,15 @@ class CollectorSettings:
     max_bytes: int | None = None
     device: RankDevice | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
+    trigger: TriggerSpec | None = None
 
 
 class Collector:
     """Quantizes a model's gemms and captures what the schedule wants, between ``__enter__`` and ``__exit__``.
 
     Call ``step`` once an optimizer step; it is true once every rank has its share or a stop was asked for.
+    With a trigger the schedule begins in the iteration after the one that gives it, on all ranks; until then
+    nothing is captured.
     """
 
     def __init__(self, model: nn.Module, settings: CollectorSettings, vote_group: Any = None) -> None:
@@ -89,6 +95,14 @@ class Collector:
         STATE.tracked.clear()  # what an earlier collector of this process tracked
         self.first_iteration, self._first_sample = STATE.iteration(), STATE.sample_idx()
         self.iteration = self.first_iteration
+        self.start = Start(
+            settings.trigger if settings.enabled else None,
+            self.paths,
+            rank=self.rank.rank,
+            first_iteration=self.first_iteration,
+            is_planned=settings.is_planned,
+            has_captures=bool(self.kept),
+        )
         self.micro_batch = -1
         self.frame: Frame | None = None
         self._num_sequences = 0
@@ -108,7 +122,7 @@ class Collector:
         self._taps = Taps()
         self._hooks: list[Any] = []
         self._step_started = time.monotonic()
-        self._vote_group = vote_group
+        self._vote = Vote(vote_group, self.paths, is_first=self.seat == 0, max_bytes=settings.max_bytes)
         device = next((str(p.device) for p in self.model.parameters()), "cpu")
         self.progress = ProgressReporter(
             paths=self.paths, rank=self.rank, share=self.share, device=device, enabled=self._leaves_files
@@ -118,6 +132,7 @@ class Collector:
 
     def __enter__(self) -> Self:
         refuse_compiled(self.model)
+        self.start.__enter__()
         parameter = next(self.model.parameters(), None)
         if parameter is not None and parameter.device.type == "cpu":
             self.settings.policy.prepare(parameter.dtype)
@@ -130,12 +145,13 @@ class Collector:
             self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(watch),
         ]
-        self.progress.update(state="training", captured=self.num_captured, force=True)
+        self.progress.update(state="training", captured=self.num_captured, trigger=self.start.report(), force=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.start.__exit__(kind, error, trace)
         self._remove_hooks()
         self._taps.remove()
         self._frames.clear()
@@ -208,8 +224,14 @@ class Collector:
 
     def _report_shortfall(self) -> None:
         """Where nobody else judges the run: nothing captured is an error, less than the share a warning."""
+        if self.settings.is_planned or self.is_complete or self._is_stopped:
+            return
         num_iterations = self.iteration - self.first_iteration
-        if self.settings.is_planned or self.is_complete or self._is_stopped or not num_iterations:
+        if not num_iterations:
+            return
+        if self.start.iteration is None or self.iteration == self.start.iteration:
+            text = f"rank {self.rank.rank}: training ended before it was captured: {self.start.describe()}"
+            warnings.warn(f"qcollect: {text}", stacklevel=3)
             return
         text = f"rank {self.rank.rank}: {self.num_captured} of {self.share} captures in {num_iterations} iteration(s)"
         if not self.num_captured:
@@ -291,8 +313,10 @@ class Collector:
         return wanted
 
     def _cuts_of_iteration(self) -> list[Cut]:
-        # a schedule counts from the run's first iteration, TENSOR_SAVER_ITERATION may set another number for it
-        return [cut for cut in self.cuts if cut.iteration == self.iteration - self.first_iteration]
+        # a schedule counts from the run's first iteration (TENSOR_SAVER_ITERATION may set another number for it), or
+        # from the first after the trigger
+        start = self.start.iteration
+        return [] if start is None else [cut for cut in self.cuts if cut.iteration == self.iteration - start]
 
     def _places(self, cut: Cut) -> list[Place]:
         captures = self.settings.schedule.captures[: cut.count]
@@ -329,6 +353,7 @@ class Collector:
             token_hash=frame.token_hash,
             block_scales=taken.block_scales,
             sharding=taken.sharding,
+            trigger=None if self.start.event is None else self.start.event.to_dict(),
         )
         if self.kept.is_proven(frame.iteration):
             self._submit(taken.tensor, seen, taken.counter, Source.of(taken.tensor))
@@ -371,7 +396,8 @@ class Collector:
 
         Args:
             metrics: of the iteration (``loss``, ``grad_norm``, ``num_tokens``, ``learning_rate``, ...), appended to
-                ``metrics.jsonl`` by rank 0; ``num_tokens`` also as ``tokens_per_s``.
+                ``metrics.jsonl`` by rank 0; ``num_tokens`` also as ``tokens_per_s``. A trigger looks at ``loss`` and
+                ``grad_norm`` of every rank.
 
         Returns:
             True when training may end: every rank has its share, or a stop was asked for. The answer is
@@ -397,19 +423,23 @@ class Collector:
             num_taken=num_taken,
         )
         self._num_taken_before = self._num_taken
+        event = self.start.observe(self.iteration, metrics)
         self._advance(metrics.get("loss"))
         if self.engine is not None:
             self.engine.forget()
             self.engine.check()
             if self.is_complete:  # the others may not be
                 self._finish_engine(raises=True)
-        stop = self._vote(stop=self.paths.stop_path.exists())
-        if stop:
+        decision = self._vote.decide(self._ballot(event))
+        if decision.event is not None:
+            self.start.begin(decision.event)
+            self.progress.update(trigger=None, force=True)
+        if decision.ends:
             self._is_stopped = True
             self._leave_capturing()
             self.progress.update(state="draining", force=True)
             self._finish_engine(raises=True)
-        return stop
+        return decision.ends
 
     def _advance(self, loss: float | None) -> None:
         self.iteration += 1
@@ -420,7 +450,7 @@ class Collector:
             frame.wanted.clear()  # what a later backward gives was settled as missing
         self._frames.clear()
         STATE.track(iteration=self.iteration, micro_batch=0)
-        self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=loss)
+        self.progress.update(iteration=self.iteration, num_micro_batches=0, loss=loss, trigger=self.start.report())
 
     def _write_metrics(self, metrics: dict[str, float], duration_s: float) -> None:
         line: dict[str, Any] = {"iteration": self.iteration, **metrics, "time_s": duration_s}
@@ -429,30 +459,19 @@ class Collector:
         self.paths.metrics_path.parent.mkdir(parents=True, exist_ok=True)
         append_metrics(self.paths, line)
 
-    def _vote(self, *, stop: bool) -> bool:
-        """Whether all ranks end now: one wants to or has, all have their share, or the next captures are too large."""
-        is_unfinished = not (self.is_complete and self.settings.enabled)
-        counts = torch.tensor([int(stop), int(is_unfinished), self._bytes_ahead()], dtype=torch.int64)
-        if self._vote_group is not None:
-            try:
-                dist.all_reduce(counts, group=self._vote_group)
-            except RuntimeError:
-                if read_stop(self.paths) != StopCause.DATA_END:
-                    raise
-                return True  # a rank's training is over, and the rank gone
-        num_asking, num_unfinished, bytes_ahead = counts.tolist()
-        if num_asking or not num_unfinished:
-            return True
-        if self.settings.max_bytes is None or bytes_ahead <= self.settings.max_bytes:
-            return False
-        if self.seat == 0:
-            request_stop(self.paths, StopCause.MAX_BYTES)
-        return True
+    def _ballot(self, event: TriggerEvent | None) -> Ballot:
+        return Ballot(
+            asks_to_stop=self.paths.stop_path.exists(),
+            is_unfinished=not (self.is_complete and self.settings.enabled),
+            bytes_ahead=self._bytes_ahead(),
+            event=event,
+        )
 
     def _bytes_ahead(self) -> int:
         """What this rank's files come to with the next iteration that captures."""
         sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.settings.schedule.captures]
-        ahead = [cut for cut in self.cuts if cut.iteration >= self.iteration - self.first_iteration]
+        num_over = 0 if self.start.iteration is None else self.iteration - self.start.iteration
+        ahead = [cut for cut in self.cuts if cut.iteration >= num_over]
         following = [cut for cut in ahead if cut.iteration == ahead[0].iteration]
         return self.kept.num_bytes + self._num_bytes_taken + sum(sum(sizes[: cut.count]) for cut in following)
 
@@ -486,13 +505,6 @@ def refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def make_vote_group() -> Any:
-    """A gloo group of all ranks: the vote never touches the accelerator's communicator. None without ranks."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo")
-
-
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     named = kwargs.get("input_ids")
     candidates = [named, *args, *kwargs.values()]
@@ -504,29 +516,3 @@ def _hash(tokens: torch.Tensor) -> str:
     data = tokens.detach().cpu().contiguous()
     num_bytes = data.numel() * data.element_size()
     return xxhash.xxh3_64(ctypes.string_at(data.data_ptr(), num_bytes) if num_bytes else b"").hexdigest()
-
-
-def claim_directory(run_dir: Path, group: Any) -> None:
-    """Take ``run_dir`` for one run of ``collect``, exclusively, once for all ranks of ``group``.
-
-    Raises:
-        OutputError: it holds a run, or cannot be written. On every rank alike.
-    """
-    is_first = group is None or dist.get_rank() == 0
-    problem = _claim(run_dir) if is_first else None
-    failed = torch.tensor([int(problem is not None)], dtype=torch.int32)
-    if group is not None:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if failed.item():
-        raise OutputError(problem or f"{run_dir} could not be taken; rank 0 says why")
-
-
-def _claim(run_dir: Path) -> str | None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        RunPaths(run_dir).state_dir.mkdir()
-    except FileExistsError:
-        return f"{run_dir} holds a run already; give another out_dir, or remove that run"
-    except OSError as error:
-        return f"{run_dir} cannot be written: {os.strerror(error.errno or 0)}"
-    return None

@@ -33,6 +33,7 @@ class ProgressReporter:
     num_bytes: int = 0
     loss: float | None = None
     waited_s: float = 0.0
+    trigger: dict[str, Any] | None = None  # what is waited for
     _written_at: float = 0.0
     _timer: threading.Timer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,6 +80,7 @@ class ProgressReporter:
             "bytes": self.num_bytes,
             "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
             "waited_s": self.waited_s,
+            "trigger": self.trigger,
             "device": self.device,
             "updated_at": now,
         }

@@ -34,7 +34,7 @@ class Observation:
 
     ``tensor`` is the last field of the file name; ``consumers`` the gemms that read the operand, with
     all that their quantized value follows from; ``block_scales`` those of a quantized copy, where they are
-    stored; ``extra`` the caller's own metadata.
+    stored; ``trigger`` what began the captures of a run that waited; ``extra`` the caller's own metadata.
     """
 
     layer_type: str
@@ -60,6 +60,7 @@ class Observation:
     token_hash: str | None = None
     sharding: dict[str, Any] | None = None
     block_scales: ScaleCodes | None = None
+    trigger: dict[str, Any] | None = None
     extra: dict[str, Any] | None = None
 
 
@@ -290,6 +291,7 @@ def _metadata(
         "save_time": now.strftime("%Y-%m-%d %H:%M:%S"),
         "run_id": run_id,
         "sharding": seen.sharding,
+        "trigger": seen.trigger,
         **packed,
         **device,
     }

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from qcollect.launch.supervisor import Watcher
 from qcollect.monitor.run_record import RunState
 from qcollect.paths import RunPaths
 from qcollect.plan.stop import StopCause
+from qcollect.recipe.records import TriggerSpec
 from qcollect.sweep import Action, Member, decide, run_sweep
 
 
@@ -195,3 +198,17 @@ def test_a_member_that_ends_at_a_limit_of_its_own_does_not_end_the_sweep(run_all
     executed, result = run_all(short, DONE, DONE)
     assert len(executed) == 3
     assert result.exit_code == ExitCode.SWEEP_PARTLY_FAILED
+
+
+def test_a_signal_between_two_members_does_not_end_a_sweep_that_waits_for_signals(plan, monkeypatch):
+    monkeypatch.setattr(sweep, "execute", lambda plan, *, mode, watcher: DONE)
+    waiting = recipe_with(plan, "capture", trigger=TriggerSpec(on=("signal",)))
+    before = signal.getsignal(signal.SIGUSR1)
+    result = run_sweep(
+        [Member(plan=waiting, action=Action.RUN)] * 2,
+        on_start=lambda m: None,
+        watcher=Watcher(on_tick=lambda snapshot: None),
+        on_end=lambda m, o: os.kill(os.getpid(), signal.SIGUSR1),
+    )
+    assert (len(result.outcomes), result.exit_code) == (2, ExitCode.OK)
+    assert signal.getsignal(signal.SIGUSR1) == before

@@ -11,6 +11,7 @@ from qcollect.plan.devices import RankDevice, assign_devices
 from qcollect.plan.inspection import Inspection
 from qcollect.plan.record import Plan
 from qcollect.plan.schedule import Cut, ModuleSites
+from qcollect.recipe.records import TriggerSpec
 from qcollect.vocab import LayerType
 
 
@@ -217,3 +218,15 @@ def test_the_command_refuses_devices_that_cannot_be_had(dry_run, flags, value, n
     assert refused == code
     assert out == ""
     assert message in err
+
+
+def test_a_schedule_that_waits_counts_from_its_trigger(make_plan):
+    plan = make_plan()
+    capture = replace(plan.recipe.capture, trigger=TriggerSpec(on=("nan", "signal")))
+    lines = [line.strip() for line in lines_of(replace(plan, recipe=replace(plan.recipe, capture=capture)))]
+    start = lines.index("schedule:") + 1
+    assert lines[start : start + 3] == [
+        "begins at the trigger: T is the first iteration in which a rank sees nan, signal",
+        "ranks 0 to 1: 3 captures each",
+        "iteration T+1, micro-batch 0: 3 captures",
+    ]

@@ -9,7 +9,9 @@ from qcollect.launch.claim import ClaimMode, claim
 from qcollect.monitor.run_record import RunState, read_run_record
 from qcollect.paths import RunPaths
 from qcollect.plan.record import Plan
+from qcollect.plan.trigger import TriggerEvent, read_event, record_event, request_capture
 from qcollect.store.files import append_line, read_json, write_json_atomic
+from qcollect.vocab import Trigger
 
 NAME = "20241201_143022_0001_iter000_attention_L8_forward_pre_FA_mxfp8_rank0_sample0_query.pt"
 NOW = 1_733_063_422.0
@@ -62,6 +64,7 @@ def test_claimed_folder_has_its_plan_its_record_and_its_folders(make_plan):
         "started_at": "2024-12-01T14:30:22.000+00:00",
         "ended_at": None,
         "recipe_name": "tiny",
+        "trigger": None,
     }
     assert claimed.record.launcher.pid == os.getpid()
     assert listing(plan.run_dir) == [
@@ -306,3 +309,16 @@ def test_of_ten_overwriters_at_once_exactly_one_wins(make_plan, dead_run):
 def test_ten_folders_have_ten_owners(make_plan, tmp_path):
     plans = [make_plan(tmp_path / f"out{i}" / "mxfp8", name=str(i)) for i in range(10)]
     assert set(start_at_once(plans, ClaimMode.NEW).values()) == {None}
+
+
+def test_resumed_run_keeps_what_triggered_it_and_no_request(make_plan, dead_run):
+    claim(make_plan(name="new"), mode=ClaimMode.OVERWRITE, now=NOW)
+    edit_record(dead_run, state="interrupted", launcher=GONE)
+    event = TriggerEvent(on=Trigger.SIGNAL, iteration=3, rank=0)
+    record_event(dead_run, event)
+    request_capture(dead_run)
+    claim(make_plan(name="new"), mode=ClaimMode.RESUME, now=NOW)
+    assert (read_event(dead_run), dead_run.signal_path.exists()) == (event, False)
+    edit_record(dead_run, state="interrupted", launcher=GONE)
+    claim(make_plan(name="other"), mode=ClaimMode.OVERWRITE, now=NOW)
+    assert read_event(dead_run) is None

@@ -100,3 +100,14 @@ def test_agent_killed_without_a_word_is_the_failure():
     assert end(captured=12, agent_exit_code=-9)[2] == (
         f"torchrun's agent was killed (signal 9), often out of memory; its log: {AGENT_LOG}"
     )
+
+
+def test_a_trigger_is_told_with_how_the_run_ended():
+    event = "triggered by signal at iteration 3 (rank 0)"
+    assert end(trigger=event)[2] == f"all 50 captures were taken; {event}"
+    stopped = end(captured=12, stop=Stop(cause=StopCause.DATA_END), trigger=event)
+    assert stopped[2] == f"the training came to its end (data or iterations) with 12 of 50 captures; {event}"
+    assert end(captured=0, trigger="it waited")[2] == (
+        "the training came to its end (data or iterations) with 0 of 50 captures; it waited; "
+        "the workers' logs: /run/.qcollect/logs"
+    )

@@ -3,11 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from qcollect.errors import OutputError, PreflightError, RecipeError
+from qcollect.errors import OutputError, PreflightError, RecipeError, ScheduleError
 from qcollect.host.facts import DiskSpace, FolderProbe
 from qcollect.launch import preflight
 from qcollect.launch.claim import ClaimMode, claim
 from qcollect.launch.preflight import (
+    check_limits,
     check_output,
     check_script,
     check_space,
@@ -22,6 +23,7 @@ from qcollect.launch.preflight import (
 from qcollect.plan.finding import Finding, Level
 from qcollect.plan.schedule import Cut, Schedule
 from qcollect.recipe.load import load_recipe
+from qcollect.recipe.records import TriggerSpec
 
 
 def test_a_setting_one_type_does_not_take_is_named_with_the_type():
@@ -184,3 +186,18 @@ def test_all_problems_refuse_together_and_nothing_else_does():
         refuse([fine, Finding.problem("x", "one", "do this"), odd, Finding.problem("y", "two", "do that")])
     with pytest.raises(OutputError):
         refuse([Finding.problem("output", "one", "")], OutputError)
+
+
+def test_with_a_trigger_nobody_knows_which_samples_are_captured(make_plan):
+    plan = make_plan()
+    capture = replace(plan.recipe.capture, trigger=TriggerSpec(on=("nan",)))
+    assert find_end_of_data(replace(plan, recipe=replace(plan.recipe, capture=capture)), 1) == []
+
+
+def test_max_bytes_must_hold_the_first_iteration_after_a_trigger(make_plan):
+    plan = make_plan()
+    capture = replace(plan.recipe.capture, trigger=TriggerSpec(on=("nan",)))
+    recipe = replace(plan.recipe, capture=capture, launch=replace(plan.recipe.launch, max_bytes=1))
+    text = r"the captures of the first iteration alone .* --set capture\.trigger\.iterations=K$"
+    with pytest.raises(ScheduleError, match=text):
+        check_limits(replace(plan, recipe=recipe))

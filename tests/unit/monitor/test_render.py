@@ -6,6 +6,8 @@ from rich.console import Console
 from qcollect.host.processes import ProcessId
 from qcollect.monitor.render import format_bytes, format_duration, plain_line, printable, render_status
 from qcollect.monitor.snapshot import read_snapshot
+from qcollect.plan.trigger import TriggerEvent, record_event
+from qcollect.vocab import Trigger
 
 EVERYBODY = {ProcessId(pid=p, create_time=t) for p, t in ((10, 5.0), (100, 6.0), (101, 6.0))}
 
@@ -110,3 +112,12 @@ def test_durations(seconds, text):
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")])
 def test_sizes(count, text):
     assert format_bytes(count) == text
+
+
+def test_what_a_run_waits_for_and_what_triggered_it_is_shown(running, snapshot):
+    running.progress(0, trigger={"waiting_for": ["signal"], "nearest": {}})
+    assert "mxfp8  running (waiting for signal)  4/10  " in plain_line(snapshot(running))
+    assert "waiting for signal" in show(render_status([snapshot(running)]), width=200)
+    record_event(running.paths, TriggerEvent(on=Trigger.SIGNAL, iteration=3, rank=0))
+    assert plain_line(snapshot(running)).endswith("  triggered by signal at iteration 3 (rank 0)")
+    assert "triggered by signal at iteration 3 (rank 0)" in show(render_status([snapshot(running)])).splitlines()

@@ -43,3 +43,14 @@ def test_folder_that_is_gone_is_an_error(make_run):
     run.paths.state_dir.rename(run.paths.run_dir / "moved")
     with pytest.raises(FileNotFoundError):
         write_run_record(run.paths, record)
+
+
+def test_what_triggered_a_run_is_read_back(make_run):
+    run = make_run()
+    run.record(trigger={"on": "signal", "iteration": 3, "rank": 0, "metric": None, "value": None, "reference": None})
+    record = read_run_record(run.paths)
+    assert str(record.trigger) == "triggered by signal at iteration 3 (rank 0)"
+    write_run_record(run.paths, record)
+    assert read_run_record(run.paths) == record
+    run.record(trigger={"on": "moon"})
+    assert read_run_record(run.paths).trigger is None

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 
 import pytest
@@ -7,6 +8,8 @@ from qcollect.errors import ExitCode, OutputError
 from qcollect.host.processes import ProcessId
 from qcollect.monitor.run_record import RunState
 from qcollect.monitor.snapshot import read_snapshot, summarize_directory
+from qcollect.plan.trigger import TriggerEvent, record_event
+from qcollect.vocab import Trigger
 
 EVERYBODY = {ProcessId(pid=p, create_time=t) for p, t in ((10, 5.0), (100, 6.0), (101, 6.0))}
 
@@ -208,3 +211,33 @@ def test_folder_without_a_run_is_explained(tmp_path, now):
     assert error.value.exit_code == ExitCode.PREFLIGHT
     with pytest.raises(OutputError, match="does not exist"):
         summarize_directory(tmp_path / "none", now)
+
+
+# ---- a trigger ---------------------------------------------------------------------------------
+
+WAITING = {"waiting_for": ["loss_spike", "nan"], "nearest": {"loss": {"ratio": 1.2, "iteration": 2}}}
+NAN = TriggerEvent(on=Trigger.NAN, iteration=120, rank=1, metric="loss", value=math.nan)
+
+
+def test_run_that_waits_for_a_trigger_says_for_what(make_run, read):
+    run = make_run()
+    run.record()
+    run.progress(0, trigger=WAITING)
+    run.progress(1, trigger=WAITING)
+    snapshot = read(run)
+    assert (snapshot.phase, snapshot.captured, snapshot.eta_s, snapshot.trigger) == (
+        "waiting for loss_spike, nan", 0, None, None,
+    )  # fmt: skip
+    assert snapshot.warnings == ()
+    assert snapshot.to_dict()["ranks"][0]["trigger"] == WAITING
+
+
+def test_run_that_was_triggered_says_by_what(make_run, read):
+    run = make_run()
+    run.record()
+    run.progress(0, trigger=WAITING)  # its last word, a moment old
+    run.progress(1)
+    record_event(run.paths, NAN)
+    snapshot = read(run)
+    assert (snapshot.phase, str(snapshot.trigger)) == ("capturing", str(NAN))
+    assert json.loads(json.dumps(snapshot.to_dict(), allow_nan=False))["trigger"] == NAN.to_dict()

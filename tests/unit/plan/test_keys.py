@@ -45,3 +45,9 @@ def test_a_key_is_that_of_the_capture_once_it_is_taken():
         "consumers": [{"gemm": "wgrad"}],
     }  # fmt: skip
     assert planned_keys(schedule) == {CaptureKey.from_metadata(metadata)}
+
+
+def test_a_schedule_may_count_from_a_later_iteration():
+    cuts = ((Cut(iteration=0, micro_batch=0, count=1, start=0), Cut(iteration=1, micro_batch=0, count=1, start=1)),)
+    keys = planned_keys(Schedule(captures=(capture("input", None),), cuts=cuts), start=121)
+    assert {key.iteration for key in keys} == {121, 122}

@@ -17,7 +17,7 @@ from qcollect.plan.schedule import (
     spread_evenly,
     warn_of_small_target,
 )
-from qcollect.recipe.records import CaptureSpec, QuantSpec
+from qcollect.recipe.records import CaptureSpec, QuantSpec, TriggerSpec
 from qcollect.vocab import Gemm
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
@@ -435,3 +435,21 @@ def test_estimated_bytes_are_tensors_and_their_wrapping(linear_site):
     spec = CaptureSpec(target=8, iterations="0-1", tensor_names=("input", "weight", "output", "grad_output"))
     schedule = schedule_of(choose_captures([linear_site("a", 0)], MXFP8, spec), spec)
     assert schedule.num_bytes() == 8 * 4096 + 2 * 4 * (32 + 64 + 32 + 32)
+
+
+# ---- a trigger ---------------------------------------------------------------------------------
+
+
+def test_with_a_trigger_the_target_is_spread_over_its_iterations(fifty):
+    spec = CaptureSpec(target=33, trigger=TriggerSpec(on=("nan",), iterations=3))
+    schedule = schedule_of(fifty, spec, world_size=2)
+    assert [[(c.iteration, c.count, c.start) for c in cuts] for cuts in schedule.cuts] == [
+        [(0, 6, 0), (1, 6, 6), (2, 5, 12)],
+        [(0, 6, 0), (1, 5, 6), (2, 5, 11)],
+    ]
+
+
+def test_with_a_trigger_a_target_too_large_is_told_to_take_more_of_its_iterations(fifty):
+    spec = CaptureSpec(target=51, trigger=TriggerSpec(on=("nan",)))
+    with pytest.raises(ScheduleError, match=r"50 files = .* --set capture\.trigger\.iterations=K or"):
+        schedule_of(fifty, spec)

@@ -48,7 +48,7 @@ def test_unknown_key_names_file_line_and_the_known_ones(refusals: Refusals, mini
     assert refusals(f"{minimal}capture:\n  target: 5\n  layer: [3]\n") == [
         "r.yaml:5: unknown key 'capture.layer'; known: target, layers, modules, layer_types, operations, phases, "
         "tensor_names, iterations, ranks, samples, tokens, values, mode, layout, host_memory_gb, durability, on_error, "
-        "storage, scales, compress. "
+        "storage, scales, compress, trigger. "
         "Did you mean 'layers'?"
     ]
 
@@ -342,7 +342,11 @@ def test_path_in_an_override_is_taken_as_it_stands(write_recipe: Write) -> None:
     [
         ("capture.valuess=both", "--set capture.valuess: unknown key; did you mean 'capture.values'?"),
         ("trian.seed=3", "--set trian.seed: unknown key; did you mean 'train.seed'?"),
-        ("iterations=3", "--set iterations: unknown key; did you mean 'train.iterations' or 'capture.iterations'?"),
+        (
+            "iterations=3",
+            "--set iterations: unknown key; did you mean 'train.iterations' or 'capture.iterations' or "
+            "'capture.trigger.iterations'?",
+        ),
         ("lunch.nproc=3", "--set lunch.nproc: unknown key; did you mean 'launch.nproc'?"),
         ("zzz=1", "--set zzz: unknown key; known: description, script, model, data, train, quant, capture, launch"),
         ("launch.zzz=1",

@@ -138,6 +138,7 @@ def test_file_metadata_has_every_field(saver):
         "save_time": "2024-12-01 14:30:22",
         "run_id": "run1",
         "sharding": None,
+        "trigger": None,
         "storage": "values",
         "storage_note": None,
         "stored_rows": None,

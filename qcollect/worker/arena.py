@@ -1,96 +1,157 @@
 """Host memory that captured values wait in until they are written: allocated once, bounded, used again.
 
 With a CUDA device the memory is page-locked, so that copies arrive at the full rate of the bus and nobody waits for
-them; where that is refused it stays pageable, with a warning.
+them; where that is refused it stays pageable, with a warning. It can be shared with another process.
 """
 
 import mmap
-import threading
+import os
 import time
 import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 _PAGE_BYTES = 4096
 
 
+class Memory:
+    """Zeroed memory; with ``is_shared`` another process of this user can map it.
+
+    ``key`` is what others know it by: its open file in this process, below zero where it is not shared.
+    """
+
+    _local: ClassVar["weakref.WeakValueDictionary[int, Memory]"] = weakref.WeakValueDictionary()
+    _keys: ClassVar["count[int]"] = count(1)
+
+    def __init__(self, num_bytes: int, *, is_shared: bool = False) -> None:
+        self.num_bytes = num_bytes
+        self.key = os.memfd_create("qcollect") if is_shared else -next(self._keys)
+        if is_shared:
+            os.ftruncate(self.key, num_bytes)
+        self.map = mmap.mmap(self.key if is_shared else -1, num_bytes)
+        self._local[self.key] = self
+
+    def __del__(self) -> None:
+        if self.key >= 0:
+            os.close(self.key)
+
+    @classmethod
+    def map_of(cls, key: int, num_bytes: int) -> mmap.mmap:
+        """The memory of this process that has this key."""
+        return cls._local[key].map
+
+
+Maps = Callable[[int, int], mmap.mmap]  # memory by its key and size
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A piece of the arena; without an offset memory of its own, for what is larger than the arena."""
+    """A piece of the arena, or of memory of its own, for what is larger than the arena."""
 
-    offset: int | None
+    memory: Memory
+    offset: int
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A dense tensor in an arena, as a process tells another of it.
+
+    Args:
+        memory: the key and the size of the memory.
+        offset: in it, in bytes.
+    """
+
+    memory: tuple[int, int]
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def open(self, maps: "Maps") -> torch.Tensor:
+        """The tensor itself."""
+        return _tensor(maps(*self.memory), self.shape, self.dtype, self.offset)
+
+
+def can_share() -> bool:
+    """Whether this system has memory that another process can map by its owner's file."""
+    return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+
+
 class HostArena:
-    """``num_bytes`` of memory, given out in pieces; who asks for more than is free waits.
+    """``num_bytes`` of memory, given out in pieces by one thread; who asks for more than is free waits.
 
     Args:
         num_bytes: of the whole.
         pin: page-lock it, for copies from a CUDA device.
+        is_shared: so that another process can read what is in it.
     """
 
-    def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
+    def __init__(self, num_bytes: int, *, pin: bool = False, is_shared: bool = False) -> None:
         self.num_bytes = max(page_rounded(num_bytes), _PAGE_BYTES)
         self.waited_s = 0.0
-        self._memory = mmap.mmap(-1, self.num_bytes)
+        self.is_shared = is_shared
+        self._memory = Memory(self.num_bytes, is_shared=is_shared)
         self._free = [(0, self.num_bytes)]  # by offset
         self._num_oversized = 0
-        self._changed = threading.Condition()
-        self.is_pinned = pin and _page_lock(self._memory, self.num_bytes)
+        self.is_pinned = pin and _page_lock(self._memory.map, self.num_bytes)
 
-    def allocate(self, num_bytes: int) -> Slot:
-        """A piece of so many bytes, once it is free; what does not fit at all gets memory of its own, one at a time."""
-        size = page_rounded(num_bytes)
-        with self._changed:
-            slot = self._take(size, num_bytes)
-            if slot is None:
-                started = time.monotonic()
-                while slot is None:
-                    self._changed.wait()
-                    slot = self._take(size, num_bytes)
-                self.waited_s += time.monotonic() - started
-            return slot
+    def allocate(self, num_bytes: int, wait: Callable[[], None]) -> Slot:
+        """A piece of so many bytes, once it is free; what does not fit at all gets memory of its own, one at a time.
+
+        Args:
+            wait: returns when something may have been released.
+        """
+        slot = self.try_allocate(num_bytes)
+        if slot is None:
+            started = time.monotonic()
+            while slot is None:
+                wait()
+                slot = self.try_allocate(num_bytes)
+            self.waited_s += time.monotonic() - started
+        return slot
 
     def try_allocate(self, num_bytes: int) -> Slot | None:
         """``allocate``, if nobody has to wait for it."""
-        with self._changed:
-            return self._take(page_rounded(num_bytes), num_bytes)
+        size = page_rounded(num_bytes)
+        if size > self.num_bytes:
+            if self._num_oversized:
+                return None
+            self._num_oversized += 1
+            return Slot(Memory(size, is_shared=self.is_shared), 0, size)
+        for i, (offset, free) in enumerate(self._free):
+            if free >= size:
+                self._free[i : i + 1] = [(offset + size, free - size)] if free > size else []
+                return Slot(self._memory, offset, size)
+        return None
 
-    def tensor(self, slot: Slot, shape: torch.Size, dtype: torch.dtype, *, start: int = 0) -> torch.Tensor:
+    def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype, *, start: int = 0) -> torch.Tensor:
         """A dense tensor in the piece, from byte ``start`` on, whose storage is exactly its elements."""
-        if slot.offset is None or shape.numel() == 0:
-            return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=shape.numel(), offset=slot.offset + start)
-        return flat.view(shape)
+        return _tensor(slot.memory.map, shape, dtype, slot.offset + start)
+
+    def piece(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype, *, start: int = 0) -> Piece:
+        """``tensor`` for others."""
+        memory = slot.memory
+        return Piece((memory.key, memory.num_bytes), slot.offset + start, tuple(shape), dtype)
 
     def release(self, slot: Slot) -> None:
         """Give a piece back; no tensor in it may be read afterwards."""
-        with self._changed:
-            if slot.offset is None:
-                self._num_oversized -= 1
-            else:
-                self._merge(slot.offset, page_rounded(slot.num_bytes))
-            self._changed.notify_all()
+        if slot.memory is self._memory:
+            self._merge(slot.offset, slot.num_bytes)
+        else:
+            self._num_oversized -= 1
 
     def close(self) -> None:
         """Unlock the memory; it goes when the last tensor in it has gone."""
         if self.is_pinned:
             self.is_pinned = False
-            torch.cuda.cudart().cudaHostUnregister(_address(self._memory))  # type: ignore[no-untyped-call]
-
-    def _take(self, size: int, num_bytes: int) -> Slot | None:
-        if size > self.num_bytes:
-            if self._num_oversized:
-                return None
-            self._num_oversized += 1
-            return Slot(None, num_bytes)
-        for i, (offset, free) in enumerate(self._free):
-            if free >= size:
-                self._free[i : i + 1] = [(offset + size, free - size)] if free > size else []
-                return Slot(offset, num_bytes)
-        return None
+            torch.cuda.cudart().cudaHostUnregister(_address(self._memory.map))  # type: ignore[no-untyped-call]
 
     def _merge(self, offset: int, size: int) -> None:
         merged: list[tuple[int, int]] = []
@@ -105,6 +166,13 @@ class HostArena:
 def page_rounded(num_bytes: int) -> int:
     """Up to whole pages."""
     return -(-max(num_bytes, 1) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _tensor(memory: mmap.mmap, shape: Sequence[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+    num_elements = prod(shape)
+    if num_elements == 0:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=num_elements, offset=offset).view(tuple(shape))
 
 
 def _address(memory: mmap.mmap) -> int:

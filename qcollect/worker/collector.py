@@ -109,6 +109,8 @@ class Collector:
         self._num_taken = 0
         self._num_taken_before = 0
         self._num_bytes_taken = 0
+        self._num_written = len(self.kept)
+        self._num_bytes_written = 0
         self._held: list[tuple[torch.Tensor, Observation, int, Source]] = []
         self._shortfall = Shortfall(
             rank=self.rank.rank,
@@ -188,8 +190,9 @@ class Collector:
         if engine is None:
             return
         engine.close()
+        self._note_written(engine)
         self.progress.update(
-            captured=self._num_written, num_bytes=self.saver.num_bytes, waited_s=engine.waited_s, force=True
+            captured=self._num_written, num_bytes=self._num_bytes_written, waited_s=engine.waited_s, force=True
         )
         if engine.num_missing:
             warnings.warn(
@@ -369,7 +372,12 @@ class Collector:
         assert self.engine is not None  # there is something to capture
         self.engine.submit(tensor, seen, counter, source=source)
         self._num_taken, self._num_bytes_taken = self.engine.num_taken, self.engine.num_bytes_taken
-        self.progress.update(captured=self._num_written, num_bytes=self.saver.num_bytes)
+        self._note_written(self.engine)
+        self.progress.update(captured=self._num_written, num_bytes=self._num_bytes_written)
+
+    def _note_written(self, engine: CaptureEngine) -> None:
+        self._num_written = len(self.kept) + engine.num_written
+        self._num_bytes_written = engine.num_bytes_written
 
     # ---- iterations ----------------------------------------------------------------------------
 
@@ -381,10 +389,6 @@ class Collector:
     def num_captured(self) -> int:
         """Captures taken; the last of them may not be on disk yet."""
         return len(self.kept) + self._num_taken
-
-    @property
-    def _num_written(self) -> int:
-        return len(self.kept) + self.saver.num_saved
 
     @property
     def is_complete(self) -> bool:

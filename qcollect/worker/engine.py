@@ -1,9 +1,7 @@
 """From the training thread to the disk: values are staged, threads write them, errors come back to training."""
 
 import os
-import threading
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Self
 
 import psutil
@@ -12,10 +10,11 @@ import torch
 from qcollect.errors import CaptureError
 from qcollect.plan.schedule import FILE_OVERHEAD_BYTES
 from qcollect.recipe.records import CaptureSpec
-from qcollect.worker.arena import HostArena
+from qcollect.worker.arena import HostArena, can_share
 from qcollect.worker.saver import Observation, Saver, Source
-from qcollect.worker.staging import Numbers, Staged, Stager
-from qcollect.worker.writers import WriterPool
+from qcollect.worker.shipment import Shipment
+from qcollect.worker.staging import Order, Stager
+from qcollect.worker.writers import WriterProcess, Writers, WriterThreads
 
 _MAX_WRITERS = 8  # more are no faster into the page cache
 _FREE_FRACTION = 0.25  # of the host's free memory, for all ranks of a host
@@ -48,23 +47,15 @@ class EngineSettings:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    staged: Staged
-    numbers: Numbers | None  # what was counted on the device for the metadata
-    scaled: torch.cuda.Event | None  # after which the scales of blocks are there
-    source: Source
-    seen: Observation
-    counter: int | None
-    now: datetime
-
-
 class CaptureEngine:
     """Takes captures on the training thread and has them written by others.
+
+    All of it is the training thread's: what writers have done it learns when it asks.
 
     Args:
         needed_bytes: what the captures of an iteration come to; 0: not known.
         num_local_ranks: processes of this host that share its memory and cores.
+        in_process: whether threads of this process write; None: unless training is on a CUDA device.
     """
 
     def __init__(
@@ -75,36 +66,45 @@ class CaptureEngine:
         device: torch.device,
         needed_bytes: int = 0,
         num_local_ranks: int = 1,
+        in_process: bool | None = None,
     ) -> None:
         self.saver = saver
         self.settings = settings
         self.num_taken = 0
         self.num_bytes_taken = 0
+        self.num_written = 0
+        self.num_bytes_written = 0
         self.num_missing = 0
         self.first_missing: str | None = None
-        self._lock = threading.Lock()
-        # a thread begins on device 0, wherever its maker was
-        is_here = device.type == "cuda" and device.index is None
-        self._device = torch.device("cuda", torch.cuda.current_device()) if is_here else device
-        num_bytes = _arena_bytes(settings.host_memory_bytes, needed_bytes, num_local_ranks)
-        self.arena = HostArena(num_bytes, pin=device.type == "cuda")
-        self.stager = Stager(self.arena)
+        self._error: Exception | None = None
+        self._orders: dict[int, Order] = {}  # that nobody has told the end of
+        self._num_shipped = 0  # whose outcome is not known
+        self._is_closed = False
+        self._pid = os.getpid()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.pool: WriterPool[_Job] = WriterPool(
-            max(min(_MAX_WRITERS, cores // num_local_ranks), 1), self._write, prepare=self._use_own_stream
-        )
+        num_threads = max(min(_MAX_WRITERS, cores // num_local_ranks), 1)
+        is_cuda = device.type == "cuda"
+        if in_process is None:
+            in_process = not (is_cuda and can_share())
+        make_writers = WriterThreads if in_process else WriterProcess
+        # before the memory, which takes a while too
+        self._writers: Writers = make_writers(saver, num_threads, goes_on=settings.on_error == "continue")
+        num_bytes = _arena_bytes(settings.host_memory_bytes, needed_bytes, num_local_ranks)
+        arena = HostArena(num_bytes, pin=is_cuda, is_shared=not in_process)
+        self.stager = Stager(arena, ship=self._ship, wait=lambda: self._settle(wait=True))
 
     @property
     def waited_s(self) -> float:
         """How long the training thread has waited for writers."""
-        return self.arena.waited_s
+        return self.stager.waited_s
 
     def submit(
         self, tensor: torch.Tensor, seen: Observation, counter: int | None = None, *, source: Source | None = None
     ) -> None:
         """Take one capture: its value is that of now, whatever is done to the tensor afterwards.
 
-        Waits only while the host memory is full of values that are not written yet.
+        Waits only while the host memory is full of values that are not written yet. In a process that was forked from
+        the one that made the engine (a data loader's) nothing is taken.
 
         Args:
             source: of the tensor that ``tensor`` is a copy of; None: it is none.
@@ -112,32 +112,21 @@ class CaptureEngine:
         Raises:
             CaptureError: an earlier capture could not be written.
         """
-        self.check()
-        if self.pool.is_child:
+        if os.getpid() != self._pid:
             return
+        self.check()
         staged = self.stager.stage(tensor)
-        scaled = None
-        if tensor.is_cuda and seen.block_scales is not None:
-            scaled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            scaled.record()
-        source, now = source or Source.of(tensor), self.saver.clock()
-
-        def write(numbers: Numbers | None) -> None:
-            self.pool.submit(
-                _Job(
-                    staged=staged,
-                    numbers=numbers,
-                    scaled=scaled,
-                    source=source,
-                    seen=seen,
-                    counter=counter,
-                    now=now,
-                )
-            )
-
         self.num_taken += 1
         self.num_bytes_taken += staged.num_bytes + FILE_OVERHEAD_BYTES
-        self.stager.when_sent(staged, (fact for consumer in seen.consumers for fact in consumer.values()), write)
+        order = self._orders[self.num_taken] = Order(
+            ticket=self.num_taken,
+            staged=staged,
+            source=source or Source.of(tensor),
+            seen=seen,
+            counter=counter,
+            now=self.saver.clock(),
+        )
+        self.stager.submit(order)
 
     def forget(self) -> None:
         """What is taken so far goes to the writers, and is not the value of a tensor that is seen from now on."""
@@ -149,8 +138,10 @@ class CaptureEngine:
         Raises:
             CaptureError: with the path, why, and what is free there.
         """
-        if self.pool.error is not None:
-            raise self.pool.error
+        if self._orders:
+            self._settle(wait=False)
+        if self._error is not None:
+            raise self._error
 
     def drain(self) -> None:
         """Wait until everything taken is on disk.
@@ -158,44 +149,49 @@ class CaptureEngine:
         Raises:
             CaptureError: a capture could not be written.
         """
+        if os.getpid() != self._pid:
+            return
         self.stager.forget()
-        self.pool.drain()
+        while self._orders:
+            self._settle(wait=True)
         self.check()
 
     def close(self) -> None:
-        """Write what is taken, end the threads and give the memory back; never raises what writers could not do."""
+        """Write what is taken, end the writers and give the memory back; never raises what they could not do."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
-            self.stager.forget()
-        except RuntimeError as error:  # the device's: what it had is lost
-            self.pool.error = self.pool.error or error
-        self.pool.close()
-        self.arena.close()
+            self.drain()
+        except Exception as error:  # of a writer, or of the device: what that had is lost
+            self._error = self._error or error
+        self._writers.close()
+        self.stager.close()
 
-    def _use_own_stream(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    def _ship(self, shipments: list[Shipment]) -> None:
+        self._writers.send(shipments)
+        self._num_shipped += len(shipments)
 
-    def _write(self, job: _Job) -> None:
+    def _settle(self, *, wait: bool) -> None:
+        """Note what has become of captures; with ``wait`` of one at least."""
+        assert self._num_shipped or not wait  # or it would wait for ever
         try:
-            if self.pool.error is not None:
-                return  # training ends: what follows the capture that failed is not written
-            value = job.staged.wait()
-            if job.scaled is not None:
-                torch.cuda.current_stream().wait_event(job.scaled)
-            seen = job.seen
-            if job.numbers is not None:
-                job.numbers.wait()
-                seen = replace(seen, consumers=[job.numbers.in_(consumer) for consumer in seen.consumers])
-            self.saver.write(value, job.staged.summary(), job.source, seen, job.counter, job.now)
+            outcomes = self._writers.outcomes(wait=wait)
         except CaptureError as error:
-            if self.settings.on_error == "stop":
-                raise
-            with self._lock:
+            self._error = error
+            self._orders.clear()  # nobody will tell
+            raise
+        self._num_shipped -= len(outcomes)
+        for outcome in outcomes:
+            self.stager.release(self._orders.pop(outcome.ticket))
+            if outcome.num_bytes:
+                self.num_written += 1
+                self.num_bytes_written += outcome.num_bytes
+            elif isinstance(outcome.error, CaptureError) and self.settings.on_error == "continue":
                 self.num_missing += 1
-                self.first_missing = self.first_missing or str(error)
-        finally:
-            self.stager.release(job.staged)
+                self.first_missing = self.first_missing or str(outcome.error)
+            else:
+                self._error = self._error or outcome.error
 
 
 def _arena_bytes(limit: int | None, needed: int, num_local_ranks: int) -> int:

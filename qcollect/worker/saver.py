@@ -110,6 +110,14 @@ class Saver:
         packing: Packing | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        self.settings: dict[str, Any] = {
+            "run_dir": run_dir.absolute(),
+            "run_id": run_id,
+            "by_iteration": by_iteration,
+            "device": device,
+            "durability": durability,
+            "packing": packing,
+        }
         self.paths = RunPaths(run_dir.absolute())
         self.run_id = run_id
         self.by_iteration = by_iteration
@@ -139,7 +147,7 @@ class Saver:
         """
         value = fix_value(tensor)
         summary = summarize(value).tolist()
-        return self.write(value, summary, Source.of(tensor), seen, counter, self.clock())
+        return self.write(value, summary, Source.of(tensor), seen, counter, self.clock()).path
 
     def write(
         self,
@@ -149,7 +157,7 @@ class Saver:
         seen: Observation,
         counter: int | None,
         now: datetime,
-    ) -> Path:
+    ) -> StoredFile:
         """``save`` for a value that is fixed: dense, on the CPU, in storage of its own, with its statistics.
 
         Args:
@@ -175,11 +183,11 @@ class Saver:
             block_scales=seen.block_scales,
         )
         metadata = _metadata(seen, self.run_id, self.device, now, packed.metadata)
-        path, stored = self._write(packed.entries, tensor_info, metadata, seen, counter, now)
+        stored = self._write(packed.entries, tensor_info, metadata, seen, counter, now)
         self._list(stored, seen.rank.rank, tensor_info, metadata)
         if os.environ.get("QCOLLECT_LOG") == "debug":
-            _print_save(path, seen)
-        return path
+            _print_save(stored.path, seen)
+        return stored
 
     def _write(
         self,
@@ -189,14 +197,14 @@ class Saver:
         seen: Observation,
         counter: int | None,
         now: datetime,
-    ) -> tuple[Path, StoredFile]:
+    ) -> StoredFile:
         number = self.num_saved + 1 if counter is None else counter
         while True:
             name = _name(seen, number, now)
             path = self.paths.capture_path(name, iteration=seen.iteration, by_iteration=self.by_iteration)
             self._make_folder(path.parent)
             try:
-                return path, save_capture(path, entries, tensor_info, metadata, durable=self.durability != "none")
+                return save_capture(path, entries, tensor_info, metadata, durable=self.durability != "none")
             except FileExistsError:
                 if counter is not None:
                     raise CaptureError(f"{path}: exists already; nothing was overwritten") from None

@@ -7,71 +7,35 @@ is full, or nothing more is to come, they are sent: another stream brings them t
 is one copy, and whoever writes it computes the statistics.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from qcollect.store.compact import bytes_of
 from qcollect.store.summary import FIELDS, summarize
-from qcollect.worker.arena import HostArena, Slot, page_rounded
-from qcollect.worker.saver import plain_value
+from qcollect.worker.arena import HostArena, Piece, Slot, page_rounded
+from qcollect.worker.saver import Observation, Source, plain_value
+from qcollect.worker.shipment import Arrival, Number, Shipment
 
 BUFFER_BYTES = 64 << 20  # of a device's memory: large enough for full speed, small enough to be there soon
 MAX_BUFFERS = 8
 _MAX_VALUES = 512  # of a buffer
+_FACTS_BYTES = 4 << 20  # of numbers and summaries that wait
 _ALIGNMENT = 64
 _SUMMARY_WIDTH = len(FIELDS) + len(FIELDS) % 2  # kernels want starts at multiples of 16 bytes
 
 
-class Numbers:
-    """0-dim tensors on a device, brought to the host together, read after ``wait``."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[torch.dtype, list[Tensor]] = {}
-        self._values: dict[int, Any] = {}  # by the identity of its tensor
-        self._coming: list[tuple[list[Tensor], Tensor]] = []
-        self._arrived: torch.cuda.Event | None = None
-        self._lock = threading.Lock()
-
-    def add(self, tensor: Tensor) -> None:
-        self._tensors.setdefault(tensor.dtype, []).append(tensor)
-
-    def send(self, *, pin: bool) -> None:
-        """Copy them on the current stream, which has waited for what computes them."""
-        for tensors in self._tensors.values():
-            values = torch.stack(tensors)
-            host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pin)
-            self._coming.append((tensors, host.copy_(values, non_blocking=True)))
-        self._arrived = _record(torch.cuda.current_stream())
-
-    def wait(self) -> None:
-        """Until they are on the host."""
-        if self._arrived is None:
-            return
-        self._arrived.synchronize()
-        with self._lock:
-            for tensors, host in self._coming:
-                self._values.update(zip(map(id, tensors), host.tolist(), strict=True))
-            self._coming.clear()
-
-    def in_(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """``facts`` with the value of each tensor that was added; all else as it is."""
-        return {name: self._values.get(id(fact), fact) for name, fact in facts.items()}
-
-
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """Host memory of values that travel together, and how many need it still."""
+    """Host memory of what travels together, and how many need it still."""
 
-    slot: Slot | None = None
-    arrived: torch.cuda.Event | None = None
-    summaries: Tensor | None = None  # of values from a device
+    slots: list[tuple[HostArena, Slot]] = field(default_factory=list)
     num_users: int = 0
 
 
@@ -80,60 +44,96 @@ class Staged:
     """A value in host memory, or on its way there; shared by all captures that saw it.
 
     Args:
-        place: which of its parcel's values it is.
         lane: from its device; None: it was here.
-        tensor: dense, of the value's shape and dtype, its storage its own, to be read after ``wait``; None: not sent
-            yet.
+        piece: where it is, once it is sent.
+        summary: where its summary is; None: nobody computed it.
     """
 
+    value_id: int
     parcel: Parcel
     num_bytes: int
-    place: int = 0
     lane: "_Lane | None" = None
-    tensor: Tensor | None = None
-    _summary: list[float] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def wait(self) -> Tensor:
-        """The value, once it is in host memory."""
-        assert self.tensor is not None
-        if self.parcel.arrived is not None:
-            self.parcel.arrived.synchronize()
-        return self.tensor
-
-    def summary(self) -> list[float]:
-        """The numbers of ``store.summary``; after ``wait``. Computed once, by whoever comes first."""
-        with self._lock:
-            if self._summary is None:
-                assert self.tensor is not None
-                summaries = self.parcel.summaries
-                found = summarize(self.tensor) if summaries is None else summaries[self.place, : len(FIELDS)]
-                self._summary = found.tolist()
-            return self._summary
+    piece: Piece | None = None
+    summary: Piece | None = None
 
 
-Job = Callable[["Numbers | None"], None]
+@dataclass(slots=True, kw_only=True, eq=False)
+class Order:
+    """A capture that is to be shipped as soon as its value is on its way.
+
+    Args:
+        scales: of the blocks of a quantized copy and their micro exponents, from a device.
+        parcels: what its shipment is in; to be released once it is written.
+    """
+
+    ticket: int
+    staged: Staged
+    source: Source
+    seen: Observation
+    counter: int | None
+    now: datetime
+    scales: tuple[Staged, ...] | None = None
+    parcels: list[Parcel] = field(default_factory=list)
+
+    def ship(self, arrival: Arrival | None = None, numbers: Mapping[torch.dtype, Piece] | None = None) -> Shipment:
+        """What writers are told."""
+        staged, scales = self.staged, self.scales
+        assert staged.piece is not None
+        return Shipment(
+            ticket=self.ticket,
+            arrival=arrival,
+            value_id=staged.value_id,
+            value=staged.piece,
+            summary=staged.summary,
+            numbers=numbers or {},
+            block_scales=None if scales is None else tuple(s.piece for s in scales if s.piece is not None),
+            source=self.source,
+            seen=self.seen,
+            counter=self.counter,
+            now=self.now,
+        )
+
+
+Ship = Callable[[list[Shipment]], None]
 _Identity = tuple[Any, ...]
 
 
 class Stager:
-    """Stages values into an arena. One thread at a time stages, any may release.
+    """Brings captured values to an arena and ships them. One thread at a time.
 
     Args:
+        arena: for values. Where it is not shared with another process, those on a device are copied at once.
+        ship: gets captures whose values are on their way.
+        wait: returns when something was released (``release``).
         buffer_bytes, max_buffers: of the memory that is taken on each device; a value that is larger than a buffer has
             one of its own, and the next such value waits for it.
     """
 
-    def __init__(self, arena: HostArena, *, buffer_bytes: int = BUFFER_BYTES, max_buffers: int = MAX_BUFFERS) -> None:
+    def __init__(
+        self,
+        arena: HostArena,
+        *,
+        ship: Ship,
+        wait: Callable[[], None],
+        buffer_bytes: int = BUFFER_BYTES,
+        max_buffers: int = MAX_BUFFERS,
+    ) -> None:
         self.arena = arena
         self.num_shared = 0
+        self._ship, self._wait = ship, wait
         self._sizes = min(buffer_bytes, arena.num_bytes // 2), max_buffers
         self._seen: dict[_Identity, tuple[StorageWeakRef, Staged]] = {}
         self._lanes: dict[torch.device, _Lane] = {}
-        self._lock = threading.Lock()
+        self._facts: HostArena | None = None
+        self._value_ids = count()
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has waited for memory."""
+        return self.arena.waited_s + (0.0 if self._facts is None else self._facts.waited_s)
 
     def stage(self, tensor: Tensor) -> Staged:
-        """The value of ``tensor`` now, for one capture; ``release`` it once it is written.
+        """The value of ``tensor`` now, for one capture.
 
         The same memory, unchanged since it was staged for another capture, is not copied again.
         """
@@ -143,32 +143,32 @@ class Stager:
         if known is not None:
             self.num_shared += 1
             return known
-        staged = self._lane(value.device).copy(value) if value.device.type == "cuda" else self._copy_now(value)
-        with self._lock:
-            staged.parcel.num_users += 1 if identity is None else 2  # this memory of it is one
+        has_lane = value.device.type == "cuda" and self.arena.is_shared
+        staged = self._lane(value.device).copy(value) if has_lane else self._copy_now(value)
+        staged.parcel.num_users += 1
         if identity is not None:
+            staged.parcel.num_users += 1  # this memory of it
             storage = StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
             self._seen[identity] = (storage, staged)
         return staged
 
-    def when_sent(self, staged: Staged, facts: Iterable[Any], job: Job) -> None:
-        """Call ``job`` once the value is on its way, and with it the 0-dim tensors among ``facts`` on its device.
+    def submit(self, order: Order) -> None:
+        """Ship it when its value, and what else its metadata need from the device, is on its way."""
+        order.parcels.append(order.staged.parcel)
+        lane, scales = order.staged.lane, order.seen.block_scales
+        if lane is None:
+            self._ship([order.ship()])
+            return
+        if scales is not None:
+            order.scales = tuple(self.stage(codes) for codes in (scales.scales, *scales.micro))
+            order.parcels += [staged.parcel for staged in order.scales]
+            order.seen = replace(order.seen, block_scales=None)
+        lane.submit(order)
 
-        ``job`` gets the numbers that these belong to; None: there are none.
-        """
-        if staged.lane is None:
-            job(None)
-        else:
-            staged.lane.when_sent(staged, facts, job)
-
-    def release(self, staged: Staged) -> None:
-        """One user less; the last one gives the memory back."""
-        parcel = staged.parcel
-        with self._lock:
-            parcel.num_users -= 1
-            is_last = parcel.num_users == 0
-        if is_last and parcel.slot is not None:
-            self.arena.release(parcel.slot)
+    def release(self, order: Order) -> None:
+        """It is written: what nobody needs any more gives its memory back."""
+        for parcel in order.parcels:
+            _release(parcel)
 
     def forget(self) -> None:
         """Values staged before are sent, and not shared with captures to come."""
@@ -176,10 +176,17 @@ class Stager:
             lane.flush()
         self._forget_seen()
 
+    def close(self) -> None:
+        """Give all memory back; nothing may be on its way."""
+        self._lanes.clear()
+        for arena in (self.arena, self._facts):
+            if arena is not None:
+                arena.close()
+
     def _forget_seen(self) -> None:
         seen, self._seen = self._seen, {}
         for _, staged in seen.values():
-            self.release(staged)
+            _release(staged.parcel)
 
     def _find(self, identity: _Identity | None) -> Staged | None:
         if identity is None or identity not in self._seen:
@@ -187,29 +194,33 @@ class Stager:
         storage, staged = self._seen[identity]
         if storage.expired():  # type: ignore[no-untyped-call]  # the memory is another's by now
             del self._seen[identity]
-            self.release(staged)
+            _release(staged.parcel)
             return None
-        with self._lock:
-            staged.parcel.num_users += 1
+        staged.parcel.num_users += 1
         return staged
 
-    def _allocate(self, num_bytes: int) -> Slot:
+    def _allocate(self, parcel: Parcel, num_bytes: int) -> Slot:
         slot = self.arena.try_allocate(num_bytes)
         if slot is None:
-            self._forget_seen()  # what waits here for others to share it would never be written
-            slot = self.arena.allocate(num_bytes)
+            self.forget()  # what waits here, for others to share it or to be shipped, would never be given back
+            slot = self.arena.allocate(num_bytes, self._wait)
+        parcel.slots.append((self.arena, slot))
         return slot
 
     def _copy_now(self, value: Tensor) -> Staged:
-        num_bytes = value.numel() * value.element_size()
-        slot = self._allocate(num_bytes)
-        host = self.arena.tensor(slot, value.shape, value.dtype)
-        host.copy_(value)
-        return Staged(parcel=Parcel(slot=slot), num_bytes=num_bytes, tensor=host)
+        num_bytes, parcel = value.numel() * value.element_size(), Parcel()
+        slot = self._allocate(parcel, num_bytes)
+        self.arena.tensor(slot, value.shape, value.dtype).copy_(value)
+        piece = self.arena.piece(slot, value.shape, value.dtype)
+        return Staged(value_id=next(self._value_ids), parcel=parcel, num_bytes=num_bytes, piece=piece)
 
     def _lane(self, device: torch.device) -> "_Lane":
         if device not in self._lanes:
-            self._lanes[device] = _Lane(device, self.arena, self._allocate, *self._sizes)
+            if self._facts is None:
+                self._facts = HostArena(_FACTS_BYTES, pin=self.arena.is_pinned, is_shared=True)
+            self._lanes[device] = _Lane(
+                device, self.arena, self._facts, self._allocate, self._ship, self._wait, self._value_ids, *self._sizes
+            )
         return self._lanes[device]
 
 
@@ -226,29 +237,43 @@ class _Lane:
     """From one device to the host: buffers that are filled, sent, and filled again.
 
     Args:
-        allocate: gives a piece of the arena, and may wait.
+        values, facts: memory for values, and for all that is small.
+        allocate: gives a piece of ``values``, and may wait.
     """
 
     def __init__(
         self,
         device: torch.device,
-        arena: HostArena,
-        allocate: Callable[[int], Slot],
+        values: HostArena,
+        facts: HostArena,
+        allocate: Callable[[Parcel, int], Slot],
+        ship: Ship,
+        wait: Callable[[], None],
+        value_ids: "count[int]",
         buffer_bytes: int,
         max_buffers: int,
     ) -> None:
-        self._device, self._arena, self._allocate = device, arena, allocate
+        self._device, self._values_arena, self._facts, self._value_ids = device, values, facts, value_ids
+        self._allocate, self._ship, self._wait = allocate, ship, wait
         self._buffer_bytes, self._max_buffers = buffer_bytes, max_buffers
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._sent: deque[_Buffer] = deque()  # in the order they were sent
         self._oversized: _Buffer | None = None
-        self._buffer: _Buffer | None = None  # that is being filled, with
+        self._num_arrivals = 0
+        self._arrivals = torch.zeros((), dtype=torch.int64, device=device)
+        counter = facts.allocate(_ALIGNMENT, wait)
+        self._counter = facts.tensor(counter, (), torch.int64)
+        self._counter_piece = facts.piece(counter, (), torch.int64)
+        # what is being filled
+        self._buffer: _Buffer | None = None
         self._parcel = Parcel()
         self._values: list[tuple[Staged, torch.Size, torch.dtype, int]] = []
         self._end = 0
-        self._numbers = Numbers()
-        self._jobs: list[tuple[Staged, Job]] = []
-        self._sources: dict[int, torch.cuda.Stream] = {}  # that all this is made on
+        self._orders: list[Order] = []
+        self._numbers: dict[torch.dtype, list[Tensor]] = {}
+        self._sources: dict[int, torch.cuda.Stream] = {}  # streams that all this is made on
+        self._writers: set[int] = set()  # those among them that wrote to the buffer
+        self._under_way: deque[tuple[torch.cuda.Event, Any]] = deque()  # what the other stream reads until then
 
     def copy(self, value: Tensor) -> Staged:
         """A value in the buffer that is being filled."""
@@ -259,75 +284,122 @@ class _Lane:
             self.flush()
         with torch.cuda.device(self._device):
             if self._buffer is None:
-                self._buffer, self._parcel, self._end = self._next_buffer(num_bytes), Parcel(), 0
-            self._note_stream(self._buffer)
+                self._buffer, self._end = self._next_buffer(num_bytes), 0
+                self._writers.clear()
+            stream = self._note_stream()
+            if stream.stream_id not in self._writers:
+                self._writers.add(stream.stream_id)
+                if self._buffer.arrived is not None:  # what the buffer held before
+                    stream.wait_event(self._buffer.arrived)
             start = self._end
             place = self._buffer.memory[start : start + num_bytes].view(value.dtype).view(value.shape)
             place.copy_(value)
             summarize(place, out=self._buffer.summaries[len(self._values), : len(FIELDS)])
-        staged = Staged(parcel=self._parcel, num_bytes=num_bytes, place=len(self._values), lane=self)
+        staged = Staged(value_id=next(self._value_ids), parcel=self._parcel, num_bytes=num_bytes, lane=self)
         self._values.append((staged, value.shape, value.dtype, start))
         self._end += _aligned(num_bytes)
         return staged
 
-    def when_sent(self, staged: Staged, facts: Iterable[Any], job: Job) -> None:
-        """See ``Stager.when_sent``."""
-        numbers = [f for f in facts if isinstance(f, Tensor) and f.dim() == 0 and f.device == self._device]
-        if staged.tensor is not None and not numbers:
-            job(None)
-            return
+    def submit(self, order: Order) -> None:
+        """See ``Stager.submit``."""
         with torch.cuda.device(self._device):
-            self._note_stream(self._buffer)
-        for number in numbers:
-            self._numbers.add(number)
-        self._jobs.append((staged, job))
+            self._note_stream()
+        if order.seen.consumers:
+            order.seen = replace(order.seen, consumers=[self._without_tensors(c) for c in order.seen.consumers])
+        self._orders.append(order)
 
     def flush(self) -> None:
         """Send what there is."""
-        if self._buffer is None and not self._jobs:
+        if self._buffer is None and not self._orders:
             return
         buffer, self._buffer = self._buffer, None
-        numbers, self._numbers = self._numbers, Numbers()
-        jobs, self._jobs = self._jobs, []
+        parcel, self._parcel = self._parcel, Parcel()
+        values, self._values = self._values, []
+        orders, self._orders = self._orders, []
         sources, self._sources = self._sources, {}
-        with torch.cuda.device(self._device):
+        tensors, self._numbers = self._numbers, {}
+        while self._under_way and _is_over(self._under_way[0][0]):
+            self._under_way.popleft()
+        for order in orders:
+            order.parcels.append(parcel)
+        parcel.num_users += len(orders)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for source in sources.values():
                 self._stream.wait_stream(source)
-            with torch.cuda.stream(self._stream):
-                numbers.send(pin=self._arena.is_pinned)
-            # before waiting for memory, which those may hold that need no more than these numbers
-            for staged, job in jobs:
-                if staged.tensor is not None:
-                    job(numbers)
-            if buffer is not None:
-                with torch.cuda.stream(self._stream):
-                    waiting = [(staged, job) for staged, job in jobs if staged.tensor is None]
-                    self._send(buffer)
-                for _, job in waiting:
-                    job(numbers)
-
-    def _send(self, buffer: _Buffer) -> None:
-        """Copy the values of a buffer to the host on the current stream, all in one piece."""
-        parcel, values, self._values = self._parcel, self._values, []
-        slot = parcel.slot = self._allocate(self._end)
-        hosts = [self._arena.tensor(slot, shape, dtype, start=start) for _, shape, dtype, start in values]
-        if slot.offset is None:  # larger than the arena
-            for host, (_, _, _, start) in zip(hosts, values, strict=True):
-                bytes_of(host).copy_(buffer.memory[start : start + host.numel() * host.element_size()])
-        else:
-            everything = self._arena.tensor(slot, torch.Size((self._end,)), torch.uint8)
-            everything.copy_(buffer.memory[: self._end], non_blocking=True)
-        summaries = torch.empty(
-            (len(values), _SUMMARY_WIDTH), dtype=torch.float64, device="cpu", pin_memory=self._arena.is_pinned
-        )
-        parcel.summaries = summaries.copy_(buffer.summaries[: len(values)], non_blocking=True)
-        parcel.arrived = buffer.arrived = _record(self._stream)
-        for host, (staged, _, _, _) in zip(hosts, values, strict=True):
-            staged.tensor = host
+            numbers = self._send_facts(parcel, tensors, buffer, [staged for staged, *_ in values])
+            arrival = self._arrive()
+            self._under_way.append((self._record(), tensors))
+            # before waiting for memory, which those may hold that need no more than this
+            ready = [order for order in orders if order.staged.piece is not None]
+            if ready:
+                self._ship([order.ship(arrival, numbers) for order in ready])
+            if buffer is None:
+                return
+            waiting = [order for order in orders if order.staged.piece is None]
+            self._send_values(parcel, buffer, values)
+            arrival = self._arrive()
+            buffer.arrived = self._record()
+        self._ship([order.ship(arrival, numbers) for order in waiting])
         if buffer.memory.numel() == self._buffer_bytes:
             self._sent.append(buffer)
         else:
             self._oversized = buffer
+
+    def _without_tensors(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """``facts`` with a ``Number`` for each 0-dim tensor on the device, which is sent along."""
+        told = dict(facts)
+        for name, fact in facts.items():
+            if isinstance(fact, Tensor) and fact.dim() == 0 and fact.device == self._device:
+                tensors = self._numbers.setdefault(fact.dtype, [])
+                told[name] = Number(fact.dtype, len(tensors))
+                tensors.append(fact)
+        return told
+
+    def _send_facts(
+        self,
+        parcel: Parcel,
+        numbers: Mapping[torch.dtype, list[Tensor]],
+        buffer: _Buffer | None,
+        staged: list[Staged],
+    ) -> dict[torch.dtype, Piece]:
+        """Copy summaries and numbers to the host; where the numbers will be."""
+        found = {dtype: torch.stack(tensors) for dtype, tensors in numbers.items()}
+        summaries = None if buffer is None else buffer.summaries[: len(staged)]
+        parts = [*found.values(), *([] if summaries is None else [summaries])]
+        sizes = [_aligned(part.numel() * part.element_size()) for part in parts]
+        slot = self._facts.allocate(sum(sizes), self._wait)
+        parcel.slots.append((self._facts, slot))
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        for part, start in zip(parts, starts, strict=True):
+            self._facts.tensor(slot, part.shape, part.dtype, start=start).copy_(part, non_blocking=True)
+        for row, one in enumerate(staged):
+            start = starts[-1] + row * _SUMMARY_WIDTH * 8
+            one.summary = self._facts.piece(slot, (len(FIELDS),), torch.float64, start=start)
+        return {
+            dtype: self._facts.piece(slot, part.shape, dtype, start=start)
+            for (dtype, part), start in zip(found.items(), starts, strict=False)
+        }
+
+    def _send_values(
+        self, parcel: Parcel, buffer: _Buffer, values: list[tuple[Staged, torch.Size, torch.dtype, int]]
+    ) -> None:
+        """Copy the values of a buffer to the host, all in one piece."""
+        slot = self._allocate(parcel, self._end)
+        host = self._values_arena.tensor(slot, (self._end,), torch.uint8)
+        host.copy_(buffer.memory[: self._end], non_blocking=True)
+        for staged, shape, dtype, start in values:
+            staged.piece = self._values_arena.piece(slot, shape, dtype, start=start)
+
+    def _arrive(self) -> Arrival:
+        """When all that was sent so far will be there: on the device's counter, which the host can read."""
+        self._num_arrivals += 1
+        self._counter.copy_(self._arrivals.add_(1), non_blocking=True)
+        return Arrival(self._counter_piece, self._num_arrivals)
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
     def _next_buffer(self, num_bytes: int) -> _Buffer:
         if num_bytes > self._buffer_bytes:
@@ -335,18 +407,15 @@ class _Lane:
                 self._oversized.arrived.synchronize()
             self._oversized = None
             return _Buffer(self._device, num_bytes)
-        if self._sent and (len(self._sent) == self._max_buffers or _has_arrived(self._sent[0])):
+        if self._sent and (len(self._sent) == self._max_buffers or _is_over(self._sent[0].arrived)):
             return self._sent.popleft()
         return _Buffer(self._device, self._buffer_bytes)
 
-    def _note_stream(self, buffer: _Buffer | None) -> None:
-        """The current stream makes something that is to be sent."""
+    def _note_stream(self) -> torch.cuda.Stream:
+        """The current stream, which makes something that is to be sent."""
         stream = torch.cuda.current_stream()
-        if stream.stream_id in self._sources:
-            return
         self._sources[stream.stream_id] = stream
-        if buffer is not None and buffer.arrived is not None:
-            stream.wait_event(buffer.arrived)  # of what the buffer held before
+        return stream
 
 
 def held_bytes(num_bytes: int) -> int:
@@ -354,18 +423,20 @@ def held_bytes(num_bytes: int) -> int:
     return page_rounded(_aligned(num_bytes))
 
 
+def _release(parcel: Parcel) -> None:
+    parcel.num_users -= 1
+    if parcel.num_users == 0:
+        for arena, slot in parcel.slots:
+            arena.release(slot)
+        parcel.slots.clear()
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
-def _has_arrived(buffer: _Buffer) -> bool:
-    return buffer.arrived is None or bool(buffer.arrived.query())  # type: ignore[no-untyped-call]
+def _is_over(event: torch.cuda.Event | None) -> bool:
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _identity(value: Tensor) -> _Identity | None:

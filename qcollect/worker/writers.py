@@ -1,97 +1,205 @@
-"""A pool of threads that write captures while training goes on."""
+"""Who writes captures while training goes on: threads of this process, or of another that shares its memory.
 
+Threads take turns with training for the interpreter, most of whose time on a GPU's host goes into Python: there a
+process of their own writes, which costs a second or two to start. Both take shipments and give outcomes, in any order,
+to the one thread that asks.
+"""
+
+import json
 import os
+import pickle
+import subprocess
 import sys
 import threading
-import weakref
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+import qcollect
+from qcollect.errors import CaptureError
+from qcollect.worker.arena import Memory
+from qcollect.worker.saver import Saver
+from qcollect.worker.shipment import Outcome, Scribe, Shipment
 
 Job = TypeVar("Job")
 
 # How long a thread in Python may go on while another waits: five milliseconds otherwise, which the training thread
 # would wait whenever it has let go of the interpreter for a moment, as most of torch's calls do.
 _SWITCH_S = 0.0002
+_PIPE_BYTES = 1 << 20
+_F_SETPIPE_SZ = 1031  # Linux, fcntl.F_SETPIPE_SZ
+_READ_BYTES = 1 << 16
 
-_pools: "weakref.WeakSet[WriterPool[object]]" = weakref.WeakSet()
+
+class Writers(Protocol):
+    """Writes what is sent."""
+
+    def send(self, shipments: Sequence[Shipment]) -> None:
+        """Have them written; returns before they are.
+
+        Raises:
+            CaptureError: nobody is there to do it.
+        """
+
+    def outcomes(self, *, wait: bool) -> list[Outcome]:
+        """What has become of shipments since the last call; with ``wait`` of one at least.
+
+        Raises:
+            CaptureError: what is sent will not be written.
+        """
+
+    def close(self) -> None:
+        """End them, once all is written; outcomes that nobody has asked for are lost."""
 
 
 class WriterPool(Generic[Job]):
-    """``num_threads`` threads that call ``work`` on jobs, in the order they came.
+    """``num_threads`` threads that call ``work``, which may not raise, on jobs in the order they came."""
 
-    Threads do not survive a fork: in a child (a data loader's process) the pool takes no jobs.
-
-    Args:
-        work: may raise; the first error is kept for ``check``.
-        prepare: called once in every thread.
-    """
-
-    def __init__(
-        self, num_threads: int, work: Callable[[Job], None], *, prepare: Callable[[], None] = lambda: None
-    ) -> None:
-        self.error: BaseException | None = None
-        self.is_child = False
+    def __init__(self, num_threads: int, work: Callable[[Job], None]) -> None:
         self._work = work
-        self._prepare = prepare
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._num_open = 0
-        self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._run, name=f"qcollect-writer-{i}", daemon=True) for i in range(num_threads)
         ]
-        self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
         for thread in self._threads:
             thread.start()
-        _pools.add(self)  # type: ignore[arg-type]
 
     def submit(self, job: Job) -> None:
-        with self._changed:
-            self._num_open += 1
         self._jobs.put(job)
 
-    def drain(self) -> None:
-        """Wait until every job is done."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_open == 0)
-
     def close(self) -> None:
-        """Drain, and end the threads."""
-        self.drain()
+        """End the threads once every job is done."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._jobs.put(None)
         for thread in threads:
             thread.join()
-        if threads:
-            sys.setswitchinterval(self._switch_s)
 
     def _run(self) -> None:
-        try:
-            self._prepare()
-        except BaseException as error:
-            # jobs are taken all the same: who waits for them must not wait for ever
-            self.error = self.error or error
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            try:
-                self._work(job)
-            except BaseException as error:
-                self.error = self.error or error
+        while (job := self._jobs.get()) is not None:
+            self._work(job)
             del job
-            with self._changed:
-                self._num_open -= 1
-                self._changed.notify_all()
 
 
-def _leave_children_alone() -> None:
-    for pool in _pools:
-        pool.is_child = True
-        pool._threads, pool._num_open = [], 0
+class WriterThreads:
+    """``Writers`` in this process."""
+
+    def __init__(self, saver: Saver, num_threads: int, *, goes_on: bool) -> None:
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        scribe = Scribe(saver, Memory.map_of, goes_on=goes_on, tell=self._outcomes.put)
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
+        self._pool: WriterPool[Shipment] = WriterPool(num_threads, scribe.write)
+
+    def send(self, shipments: Sequence[Shipment]) -> None:
+        for shipment in shipments:
+            self._pool.submit(shipment)
+
+    def outcomes(self, *, wait: bool) -> list[Outcome]:
+        found = [self._outcomes.get()] if wait else []
+        while True:
+            try:
+                found.append(self._outcomes.get_nowait())
+            except Empty:
+                return found
+
+    def close(self) -> None:
+        self._pool.close()
+        sys.setswitchinterval(self._switch_s)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_children_alone)
+class WriterProcess:
+    """``Writers`` in a process of their own; see ``write_shipments``.
+
+    It reads shipments from its input and ends with it, or with this process. Its output is a line for every outcome.
+    """
+
+    def __init__(self, saver: Saver, num_threads: int, *, goes_on: bool) -> None:
+        source = str(Path(qcollect.__file__).resolve().parents[1])
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH")))),
+            "CUDA_VISIBLE_DEVICES": "",  # it computes on no device
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "qcollect.worker.write_shipments"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout.fileno()
+        _enlarge(self._input.fileno())
+        _enlarge(self._output)
+        self._rest = b""
+        self._write({"saver": saver.settings, "owner": os.getpid(), "num_threads": num_threads, "goes_on": goes_on})
+
+    def send(self, shipments: Sequence[Shipment]) -> None:
+        self._write(list(shipments))
+
+    def outcomes(self, *, wait: bool) -> list[Outcome]:
+        os.set_blocking(self._output, wait)
+        found: list[Outcome] = []
+        while True:
+            try:
+                data = os.read(self._output, _READ_BYTES)
+            except BlockingIOError:
+                return found
+            if not data:
+                raise self._is_gone()
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found += map(decode_outcome, lines)
+            if found or not wait:
+                return found
+
+    def close(self) -> None:
+        with suppress(CaptureError):  # it is gone
+            self._write(None)  # a child that was forked from this process keeps the input open
+        with suppress(OSError):
+            self._input.close()
+        os.set_blocking(self._output, True)
+        while os.read(self._output, _READ_BYTES):
+            pass
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _write(self, message: Any) -> None:
+        try:
+            pickle.dump(message, self._input, pickle.HIGHEST_PROTOCOL)
+            self._input.flush()
+        except OSError as error:
+            raise self._is_gone() from error
+
+    def _is_gone(self) -> CaptureError:
+        return CaptureError(
+            f"the process that writes captures (pid {self._process.pid}) has ended by itself, with exit status "
+            f"{self._process.wait()}; what it had not written is lost"
+        )
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """One line."""
+    error = outcome.error
+    told = None if error is None else [isinstance(error, CaptureError), type(error).__name__, str(error)]
+    return json.dumps([outcome.ticket, outcome.num_bytes, told]).encode() + b"\n"
+
+
+def decode_outcome(line: bytes) -> Outcome:
+    """What ``encode_outcome`` made; an error that is none of ours becomes a RuntimeError that says which it was."""
+    ticket, num_bytes, told = json.loads(line)
+    if told is None:
+        return Outcome(ticket, num_bytes)
+    is_ours, kind, text = told
+    return Outcome(ticket, num_bytes, CaptureError(text) if is_ours else RuntimeError(f"{kind}: {text}"))
+
+
+def _enlarge(pipe: int) -> None:
+    """Who writes to a pipe that is full waits."""
+    try:
+        import fcntl
+
+        fcntl.fcntl(pipe, _F_SETPIPE_SZ, _PIPE_BYTES)
+    except (ImportError, OSError):  # not Linux, or more than this user may have
+        pass

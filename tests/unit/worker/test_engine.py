@@ -2,11 +2,14 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from datetime import UTC, datetime
 
+import psutil
 import pytest
 import torch
 
@@ -15,10 +18,10 @@ from qcollect.paths import RunPaths
 from qcollect.store.capture import load_capture
 from qcollect.store.manifest import read_manifest
 from qcollect.vocab import RankInfo
-from qcollect.worker.arena import HostArena
+from qcollect.worker.arena import HostArena, Memory, can_share
 from qcollect.worker.engine import CaptureEngine, EngineSettings
-from qcollect.worker.saver import Observation, Saver
-from qcollect.worker.staging import Stager, held_bytes
+from qcollect.worker.saver import Observation, Saver, Source
+from qcollect.worker.staging import Order, Stager, held_bytes
 from qcollect.worker.writers import WriterPool
 
 
@@ -41,15 +44,25 @@ def observation(name: str = "input") -> Observation:
     )
 
 
-@pytest.fixture
-def make_engine(tmp_path):
+@pytest.fixture(params=["threads", "process"])
+def make_engine(request, tmp_path):
+    """Engines whose writers are threads here, or another process."""
+    is_process = request.param == "process"
+    if is_process and not can_share():
+        pytest.skip("no memory can be shared here")
     engines = []
 
     def make(**settings):
         saver = Saver(tmp_path / "run", run_id="r", clock=lambda: datetime(2026, 1, 1, tzinfo=UTC))
         needed = settings.pop("needed_bytes", 1 << 20)
         engines.append(
-            CaptureEngine(saver, EngineSettings(**settings), device=torch.device("cpu"), needed_bytes=needed)
+            CaptureEngine(
+                saver,
+                EngineSettings(**settings),
+                device=torch.device("cpu"),
+                needed_bytes=needed,
+                in_process=not is_process,
+            )
         )
         return engines[-1]
 
@@ -118,41 +131,78 @@ def test_every_kind_of_tensor_keeps_shape_dtype_and_value(make_engine, tensor):
 # -- shared values ----------------------------------------------------------------------------
 
 
+def nobody_releases():
+    raise AssertionError("waits for ever")
+
+
+def make_stager(num_bytes=1 << 20):
+    arena = HostArena(num_bytes)
+    shipped = []
+    return Stager(arena, ship=shipped.extend, wait=nobody_releases), shipped
+
+
+def value_of(staged):
+    return staged.piece.open(Memory.map_of)
+
+
 def test_the_same_memory_seen_again_is_staged_once():
-    stager = Stager(HostArena(1 << 20))
+    stager, _ = make_stager()
     x = torch.randn(100)
     first, second, view = stager.stage(x), stager.stage(x.detach()), stager.stage(x[:50])
     assert second is first and view is not first
-    assert first.summary() is second.summary()
+
+
+def test_a_shared_value_is_summarized_once(make_engine, monkeypatch):
+    engine = make_engine()
+    x = torch.randn(100)
+    for i in range(5):
+        engine.submit(x, observation(f"t{i}"), i + 1)
+    engine.drain()
+    assert engine.stager.num_shared == 4
+    found = [content["tensor_info"] for content in tensors_of(engine).values()]
+    assert found == [found[0]] * 5
 
 
 def test_memory_changed_in_place_is_staged_anew():
-    stager = Stager(HostArena(1 << 20))
+    stager, _ = make_stager()
     x = torch.zeros(100)
     first = stager.stage(x)
     assert stager.stage(x.add_(1)) is not first
-    assert first.tensor.sum() == 0
+    assert value_of(first).sum() == 0
 
 
 def test_memory_given_to_another_tensor_is_staged_anew():
-    stager = Stager(HostArena(1 << 20))
+    stager, _ = make_stager()
     seen = []
     for i in range(50):  # the allocator gives the same memory again
         x = torch.full((1000,), float(i))
         seen.append(stager.stage(x))
         del x
-    assert [float(staged.tensor[0]) for staged in seen] == [float(i) for i in range(50)]
+    assert [float(value_of(staged)[0]) for staged in seen] == [float(i) for i in range(50)]
 
 
 def test_after_forgetting_the_memory_is_given_back():
-    arena = HostArena(1 << 16)
-    stager = Stager(arena)
+    stager, shipped = make_stager(1 << 16)
+    arena = stager.arena
     for _ in range(3):
-        staged = [stager.stage(torch.randn(1000)) for _ in range(4)]
+        orders = [
+            Order(
+                ticket=i,
+                staged=stager.stage(x),
+                source=Source.of(x),
+                seen=observation(),
+                counter=None,
+                now=datetime(2026, 1, 1, tzinfo=UTC),
+            )
+            for i, x in enumerate(torch.randn(4, 1000))
+        ]
+        for order in orders:
+            stager.submit(order)
         stager.forget()
-        for one in staged:
-            stager.release(one)
+        for order in orders:
+            stager.release(order)
         assert arena._free == [(0, arena.num_bytes)]
+    assert [shipment.ticket for shipment in shipped] == [0, 1, 2, 3] * 3
 
 
 # -- bounded memory ---------------------------------------------------------------------------
@@ -160,27 +210,32 @@ def test_after_forgetting_the_memory_is_given_back():
 
 def test_who_asks_for_more_than_is_free_waits_for_a_release():
     arena = HostArena(8192)
-    held = [arena.allocate(4096), arena.allocate(4096)]
+    held = [arena.try_allocate(4096), arena.try_allocate(4096)]
     assert arena.try_allocate(1) is None
-    threading.Timer(0.2, lambda: arena.release(held[0])).start()
-    assert arena.allocate(100).offset == held[0].offset
+
+    def release_later():
+        time.sleep(0.2)
+        arena.release(held[0])
+
+    assert arena.allocate(100, release_later).offset == held[0].offset
     assert arena.waited_s > 0.1
 
 
 def test_what_is_larger_than_the_arena_gets_memory_of_its_own_one_at_a_time():
     arena = HostArena(4096)
-    large = arena.allocate(1 << 20)
-    assert large.offset is None and arena.try_allocate(1 << 20) is None
+    large = arena.try_allocate(1 << 20)
+    assert large.num_bytes == 1 << 20 and arena.try_allocate(1 << 20) is None
+    assert arena.tensor(large, (1 << 18,), torch.float32).sum() == 0
     arena.release(large)
     assert arena.try_allocate(1 << 20) is not None
 
 
 def test_neighbours_given_back_in_any_order_are_one_piece_again():
     arena = HostArena(5 * 4096)
-    slots = [arena.allocate(4000) for _ in range(5)]
+    slots = [arena.try_allocate(4000) for _ in range(5)]
     for i in (1, 3, 0, 4, 2):
         arena.release(slots[i])
-    assert arena.allocate(5 * 4096).offset == 0
+    assert arena.try_allocate(5 * 4096).offset == 0
 
 
 def test_captures_of_many_times_the_memory_all_arrive(make_engine):
@@ -239,29 +294,54 @@ def test_or_it_is_counted_and_the_training_goes_on(make_engine):
     assert not list(engine.saver.paths.run_dir.glob("*.pt"))
 
 
-def test_a_writer_that_fails_keeps_its_error_and_the_others_work_on():
+def test_what_is_no_fault_of_the_disks_says_what_it_is(make_engine):
+    engine = make_engine(on_error="continue")
+    engine.submit(torch.zeros(3), observation("a"), "no number")
+    with pytest.raises(ValueError if engine.stager.arena.is_shared is False else RuntimeError, match="format code"):
+        engine.drain()
+
+
+def test_threads_work_on_all_jobs():
     done = []
-
-    def work(job):
-        if job == 3:
-            raise ValueError("three")
-        done.append(job)
-
-    pool = WriterPool(2, work)
+    pool = WriterPool(2, done.append)
     for job in range(10):
         pool.submit(job)
     pool.close()
-    assert sorted(done) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and str(pool.error) == "three"
+    assert sorted(done) == list(range(10))
 
 
-def test_threads_that_cannot_begin_say_so_and_nobody_waits_for_them_for_ever():
-    def prepare():
-        raise RuntimeError("no device")
+def test_a_writing_process_that_is_killed_is_an_error_that_names_it(make_engine):
+    engine = make_engine()
+    if not engine.stager.arena.is_shared:
+        pytest.skip("threads are not killed one by one")
+    process = engine._writers._process
+    process.kill()
+    process.wait()
+    with pytest.raises(CaptureError, match=f"pid {process.pid}.* has ended by itself, with exit status -9"):
+        engine.submit(torch.zeros(3), observation(), 1)
+        engine.drain()
+    engine.close()
 
-    pool = WriterPool(2, lambda job: None, prepare=prepare)
-    pool.submit(1)
-    pool.close()
-    assert str(pool.error) == "no device"
+
+def test_a_writing_process_ends_when_the_one_it_writes_for_is_killed(tmp_path):
+    if not can_share():
+        pytest.skip("no memory can be shared here")
+    code = (
+        "import os, signal, torch\n"
+        "from pathlib import Path\n"
+        "from qcollect.worker.engine import CaptureEngine, EngineSettings\n"
+        "from qcollect.worker.saver import Saver\n"
+        f"saver = Saver(Path({str(tmp_path / 'run')!r}), run_id='r')\n"
+        "engine = CaptureEngine(saver, EngineSettings(), device=torch.device('cpu'), in_process=False)\n"
+        "print(engine._writers._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    pid = int(started.stdout)
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -285,23 +365,21 @@ def test_a_forked_child_captures_nothing_and_waits_for_nothing(make_engine):
     assert list(tensors_of(engine)) == ["parent"]
 
 
-def test_threads_end_with_the_engine(make_engine):
+def test_threads_and_processes_end_with_the_engine(make_engine):
     before = set(threading.enumerate())
+    children = psutil.Process().children()
     engine = make_engine()
     engine.submit(torch.zeros(3), observation(), 1)
     engine.close()
-    assert set(threading.enumerate()) <= before
+    assert set(threading.enumerate()) <= before and psutil.Process().children() == children
 
 
 @pytest.mark.parametrize("durability", ["none", "file", "all"])
-def test_what_is_synced_is_what_was_asked_for(make_engine, monkeypatch, durability):
+def test_what_is_synced_is_what_was_asked_for(tmp_path, monkeypatch, durability):
     synced = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), fsync(file)))
-    engine = make_engine(durability=durability)
-    engine.saver.durability = durability
-    engine.submit(torch.zeros(3), observation(), 1)
-    engine.drain()
+    Saver(tmp_path, run_id="r", durability=durability).save(torch.zeros(3), observation(), 1)
     assert len(synced) == {"none": 0, "file": 2, "all": 3}[durability]  # the file and its folder, the manifest
 
 

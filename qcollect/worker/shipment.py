@@ -1,0 +1,175 @@
+"""A capture in memory, as the training thread tells writers of it, and what they do with it.
+
+Writers are threads, or threads of another process that shares the memory: hence nothing but plain records here, and
+pieces of memory by the keys they have.
+"""
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qcollect.errors import CaptureError
+from qcollect.formats.quantized import ScaleCodes
+from qcollect.store.summary import summarize
+from qcollect.worker.arena import Maps, Piece
+from qcollect.worker.saver import Observation, Saver, Source
+
+_POLL_S = 0.0003
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Something that has arrived once a number in shared memory, which the device counts up, is ``count``."""
+
+    counter: Piece
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Stands for a 0-dim tensor: element ``index`` of the numbers of a dtype that come with a shipment."""
+
+    dtype: torch.dtype
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """One capture: where its parts lie, when they are there, and what is known of it.
+
+    Args:
+        ticket: what its sender knows it by.
+        value_id: the same for captures that share a value.
+        summary: as ``store.summary`` gives it; None: to be computed from the value.
+        numbers: by dtype those that stand in ``seen`` as ``Number``.
+        block_scales: those of ``seen`` and their micro exponents.
+    """
+
+    ticket: int
+    arrival: Arrival | None
+    value_id: int
+    value: Piece
+    summary: Piece | None
+    numbers: Mapping[torch.dtype, Piece]
+    block_scales: tuple[Piece, ...] | None
+    source: Source
+    seen: Observation
+    counter: int | None
+    now: datetime
+
+    def open(self, maps: Maps, summaries: "Summaries") -> tuple[torch.Tensor, list[float], Observation]:
+        """The value, its summary, and what is known of it, once all is there."""
+        if self.arrival is not None:
+            arrived = self.arrival.counter.open(maps)
+            while int(arrived) < self.arrival.count:
+                time.sleep(_POLL_S)
+        value = self.value.open(maps)
+        if self.summary is None:
+            summary = summaries.of(self.value_id, value)
+        else:
+            summary = self.summary.open(maps).tolist()
+        numbers = {dtype: piece.open(maps).tolist() for dtype, piece in self.numbers.items()}
+        seen = self.seen
+        if numbers:
+            seen = replace(seen, consumers=[_filled_in(consumer, numbers) for consumer in seen.consumers])
+        if self.block_scales is not None:
+            scales, *micro = (piece.open(maps) for piece in self.block_scales)
+            seen = replace(seen, block_scales=ScaleCodes(scales=scales, micro=tuple(micro)))
+        return value, summary, seen
+
+
+def _filled_in(consumer: Mapping[str, Any], numbers: Mapping[torch.dtype, list[Any]]) -> dict[str, Any]:
+    return {
+        name: numbers[fact.dtype][fact.index] if isinstance(fact, Number) else fact for name, fact in consumer.items()
+    }
+
+
+class Memories:
+    """The shared memory of another process, mapped when it is first asked for; the last few mappings are kept."""
+
+    _MAX_KEPT = 4
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+        self._maps: dict[int, tuple[int, mmap.mmap]] = {}
+
+    def __call__(self, key: int, num_bytes: int) -> mmap.mmap:
+        path = Path(f"/proc/{self._owner}/fd/{key}")
+        inode = path.stat().st_ino  # the number may be another file's by now
+        found = self._maps.get(key)
+        if found is None or found[0] != inode:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                found = inode, mmap.mmap(descriptor, num_bytes)
+            finally:
+                os.close(descriptor)
+            while len(self._maps) >= self._MAX_KEPT:
+                self._maps.pop(next(iter(self._maps)))
+            self._maps[key] = found
+        return found[1]
+
+
+class Summaries:
+    """Summaries of values that come without, each computed once, by whichever thread comes first."""
+
+    _MAX_KEPT = 256
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[threading.Lock, list[float]]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, value_id: int, value: torch.Tensor) -> list[float]:
+        with self._lock:
+            if value_id not in self._found and len(self._found) >= self._MAX_KEPT:
+                self._found.pop(next(iter(self._found)))
+            lock, numbers = self._found.setdefault(value_id, (threading.Lock(), []))
+        with lock:
+            if not numbers:
+                numbers += summarize(value).tolist()
+            return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a capture: the bytes of its file, or why there is none. Neither: an earlier one failed."""
+
+    ticket: int
+    num_bytes: int = 0
+    error: Exception | None = None
+
+
+class Scribe:
+    """Has shipments written by a saver; several threads may at once.
+
+    Args:
+        maps: gives the memory that shipments lie in.
+        goes_on: after a capture could not be written, others are.
+        tell: gets the outcome of every shipment.
+    """
+
+    def __init__(self, saver: Saver, maps: Maps, *, goes_on: bool, tell: Callable[[Outcome], None]) -> None:
+        self._saver, self._maps, self._goes_on, self._tell = saver, maps, goes_on, tell
+        self._summaries = Summaries()
+        self._has_failed = False
+
+    def write(self, shipment: Shipment) -> None:
+        """Write one capture and tell what became of it."""
+        if self._has_failed:
+            self._tell(Outcome(shipment.ticket))
+            return
+        try:
+            value, summary, seen = shipment.open(self._maps, self._summaries)
+            stored = self._saver.write(value, summary, shipment.source, seen, shipment.counter, shipment.now)
+        except Exception as error:
+            self._has_failed = not (self._goes_on and isinstance(error, CaptureError))
+            self._tell(Outcome(shipment.ticket, error=error))
+        else:
+            self._tell(Outcome(shipment.ticket, stored.num_bytes))

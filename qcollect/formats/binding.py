@@ -11,7 +11,7 @@ from torch import Tensor
 from qcollect.errors import FormatError
 from qcollect.formats import backends
 from qcollect.formats.eager import Choices, Scaled, limit_values, restore_values, round_values, scale_values
-from qcollect.formats.error_stats import ErrorStats, measure
+from qcollect.formats.error_stats import TOTALS, ErrorStats, measure
 from qcollect.formats.quantized import Quantized, ScaleCodes, block_scale_codes, make_codes, scale_codes
 
 
@@ -63,13 +63,13 @@ class Binding:
         return block_scale_codes(scale_values(self.source, self.choices, self.encode), self.choices)
 
     def num_saturated(self) -> Tensor:
-        """How many elements a saturating quantization clamps, 0-dim int64, see ``count_saturated``."""
+        """How many elements a saturating quantization clamps, 0-dim int64 or float64, see ``count_saturated``."""
         element = self.choices.quant_type.element
         if element is None or self.is_trivial:
             return torch.zeros((), dtype=torch.int64, device=self.x.device)
         found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=False)
         if found is not None:
-            return found[1].num_clamped
+            return found[1].totals[TOTALS.index("num_clamped")]  # as it is: another launch would make it an integer
         return (self._rounded().blocks.values.abs_() > element.max_value).sum()
 
     def with_stats(self, out: Tensor | None = None, *, histograms: bool) -> tuple[Tensor, ErrorStats]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -60,8 +60,7 @@ class Slot:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A dense tensor in an arena, as a process tells another of it.
 
     Args:

@@ -327,11 +327,12 @@ class Collector:
 
     def _save(self, taken: TakenCapture) -> None:
         planned, frame = taken.planned, taken.frame
-        key = key_of(planned, frame, self.rank.rank)
-        if key in self.kept.to_compare:
-            self.kept.compare(key, taken.tensor)
-            self._submit_held()
-            return
+        if self.kept.to_compare:
+            key = key_of(planned, frame, self.rank.rank)
+            if key in self.kept.to_compare:
+                self.kept.compare(key, taken.tensor)
+                self._submit_held()
+                return
         seen = Observation(
             layer_type=planned.layer_type,
             layer_idx=planned.layer_idx,

@@ -114,7 +114,8 @@ class CaptureEngine:
         """
         if os.getpid() != self._pid:
             return
-        self.check()
+        if self._error is not None:
+            raise self._error
         staged = self.stager.stage(tensor)
         self.num_taken += 1
         self.num_bytes_taken += staged.num_bytes + FILE_OVERHEAD_BYTES
@@ -171,6 +172,7 @@ class CaptureEngine:
     def _ship(self, shipments: list[Shipment]) -> None:
         self._writers.send(shipments)
         self._num_shipped += len(shipments)
+        self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
         """Note what has become of captures; with ``wait`` of one at least."""

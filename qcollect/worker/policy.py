@@ -193,10 +193,10 @@ class Use:
         """The same for uses by one module that clamp the same elements: those of one tensor, not changed since."""
         x = self.binding.x
         place = (x.data_ptr(), x._version, x.shape, x.stride())
-        return self.tensor_name, self.quantizer, self.seed, self.hadamard_seed, *place
+        return self.tensor_name, id(self.quantizer), self.seed, self.hadamard_seed, *place
 
     def num_saturated(self) -> torch.Tensor:
-        """How many elements are clamped, 0-dim: as much work as quantizing."""
+        """How many elements are clamped, 0-dim, a whole number of some dtype: as much work as quantizing."""
         return self.binding.num_saturated()
 
     def describe(self, num_saturated: torch.Tensor) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +64,17 @@ class Observation:
     trigger: dict[str, Any] | None = None
     extra: dict[str, Any] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its values alone: dataclasses do that in Python, field by field."""
+        return _observation, _values_of(self)
+
+
+_values_of = attrgetter(*(field.name for field in fields(Observation)))
+
+
+def _observation(*values: Any) -> Observation:
+    return Observation(**dict(zip((field.name for field in fields(Observation)), values, strict=True)))
+
 
 def default_component(layer_type: str) -> str:
     return str(COMPONENTS[LayerType(layer_type)]) if layer_type in list(LayerType) else "unknown"
@@ -83,8 +95,7 @@ def plain_value(tensor: torch.Tensor) -> torch.Tensor:
     return value.resolve_conj().resolve_neg()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(NamedTuple):
     """What is recorded of a tensor as the network holds it."""
 
     device: str
@@ -177,7 +188,7 @@ class Saver:
             value,
             self.packing,
             values=seen.values,
-            consumers=seen.consumers,
+            consumers=[_with_whole_numbers(consumer) for consumer in seen.consumers],
             token_layout=seen.token_layout,
             num_samples=seen.num_samples,
             block_scales=seen.block_scales,
@@ -262,6 +273,12 @@ def _name(seen: Observation, counter: int, now: datetime) -> str:
         sample_idx=seen.sample_idx,
         tensor=seen.tensor,
     ).build()
+
+
+def _with_whole_numbers(consumer: dict[str, Any]) -> dict[str, Any]:
+    """A device counts in float64, among other things in one tensor."""
+    counted = consumer.get("num_saturated")
+    return consumer if counted is None else {**consumer, "num_saturated": int(counted)}
 
 
 def _describe_device(device: RankDevice | None) -> dict[str, Any]:

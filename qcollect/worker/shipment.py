@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,24 +25,21 @@ from qcollect.worker.saver import Observation, Saver, Source
 _POLL_S = 0.0003
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Something that has arrived once a number in shared memory, which the device counts up, is ``count``."""
+class Arrival(NamedTuple):
+    """Something that has arrived once a number in shared memory, which the device counts up, is ``number``."""
 
     counter: Piece
-    count: int
+    number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """Stands for a 0-dim tensor: element ``index`` of the numbers of a dtype that come with a shipment."""
+class Number(NamedTuple):
+    """Stands for a 0-dim tensor: element ``place`` of the numbers of a dtype that come with a shipment."""
 
     dtype: torch.dtype
-    index: int
+    place: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shipment:
+class Shipment(NamedTuple):
     """One capture: where its parts lie, when they are there, and what is known of it.
 
     Args:
@@ -69,7 +66,7 @@ class Shipment:
         """The value, its summary, and what is known of it, once all is there."""
         if self.arrival is not None:
             arrived = self.arrival.counter.open(maps)
-            while int(arrived) < self.arrival.count:
+            while int(arrived) < self.arrival.number:
                 time.sleep(_POLL_S)
         value = self.value.open(maps)
         if self.summary is None:
@@ -88,7 +85,7 @@ class Shipment:
 
 def _filled_in(consumer: Mapping[str, Any], numbers: Mapping[torch.dtype, list[Any]]) -> dict[str, Any]:
     return {
-        name: numbers[fact.dtype][fact.index] if isinstance(fact, Number) else fact for name, fact in consumer.items()
+        name: numbers[fact.dtype][fact.place] if isinstance(fact, Number) else fact for name, fact in consumer.items()
     }
 
 

@@ -228,9 +228,25 @@ class _Buffer:
     """Device memory of a parcel: its values, and the summaries of them."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(_aligned(num_bytes), dtype=torch.uint8, device=device)
         self.summaries = torch.empty((_MAX_VALUES, _SUMMARY_WIDTH), dtype=torch.float64, device=device)
         self.arrived: torch.cuda.Event | None = None
+        self._typed: dict[torch.dtype, Tensor] = {}
+        self._rows: list[Tensor] = []
+
+    def place(self, start: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Room for a flat tensor, from byte ``start`` on, a multiple of ``_ALIGNMENT``."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self.memory.view(dtype)
+        first = start // typed.element_size()
+        return typed[first : first + num_elements]
+
+    def summary(self, row: int) -> Tensor:
+        """Room for the summary of a value."""
+        if row >= len(self._rows):
+            self._rows.append(self.summaries[row, : len(FIELDS)])
+        return self._rows[row]
 
 
 class _Lane:
@@ -282,19 +298,18 @@ class _Lane:
             self._end + num_bytes > self._buffer.memory.numel() or len(self._values) == _MAX_VALUES
         ):
             self.flush()
-        with torch.cuda.device(self._device):
-            if self._buffer is None:
-                self._buffer, self._end = self._next_buffer(num_bytes), 0
-                self._writers.clear()
-            stream = self._note_stream()
-            if stream.stream_id not in self._writers:
-                self._writers.add(stream.stream_id)
-                if self._buffer.arrived is not None:  # what the buffer held before
-                    stream.wait_event(self._buffer.arrived)
-            start = self._end
-            place = self._buffer.memory[start : start + num_bytes].view(value.dtype).view(value.shape)
-            place.copy_(value)
-            summarize(place, out=self._buffer.summaries[len(self._values), : len(FIELDS)])
+        if self._buffer is None:
+            self._buffer, self._end = self._next_buffer(num_bytes), 0
+            self._writers.clear()
+        buffer, start = self._buffer, self._end
+        stream = self._note_stream()
+        if stream.stream_id not in self._writers:
+            self._writers.add(stream.stream_id)
+            if buffer.arrived is not None:  # what the buffer held before
+                stream.wait_event(buffer.arrived)
+        flat = buffer.place(start, value.numel(), value.dtype)
+        flat.view(value.shape).copy_(value)
+        summarize(flat, out=buffer.summary(len(self._values)))
         staged = Staged(value_id=next(self._value_ids), parcel=self._parcel, num_bytes=num_bytes, lane=self)
         self._values.append((staged, value.shape, value.dtype, start))
         self._end += _aligned(num_bytes)
@@ -302,10 +317,9 @@ class _Lane:
 
     def submit(self, order: Order) -> None:
         """See ``Stager.submit``."""
-        with torch.cuda.device(self._device):
-            self._note_stream()
-        if order.seen.consumers:
-            order.seen = replace(order.seen, consumers=[self._without_tensors(c) for c in order.seen.consumers])
+        self._note_stream()
+        for consumer in order.seen.consumers:
+            self._send_along(consumer)
         self._orders.append(order)
 
     def flush(self) -> None:
@@ -345,15 +359,13 @@ class _Lane:
         else:
             self._oversized = buffer
 
-    def _without_tensors(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """``facts`` with a ``Number`` for each 0-dim tensor on the device, which is sent along."""
-        told = dict(facts)
+    def _send_along(self, facts: dict[str, Any]) -> None:
+        """Have each 0-dim tensor among ``facts`` sent, and a ``Number`` take its place."""
         for name, fact in facts.items():
             if isinstance(fact, Tensor) and fact.dim() == 0 and fact.device == self._device:
                 tensors = self._numbers.setdefault(fact.dtype, [])
-                told[name] = Number(fact.dtype, len(tensors))
+                facts[name] = Number(fact.dtype, len(tensors))
                 tensors.append(fact)
-        return told
 
     def _send_facts(
         self,
@@ -413,7 +425,7 @@ class _Lane:
 
     def _note_stream(self) -> torch.cuda.Stream:
         """The current stream, which makes something that is to be sent."""
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)
         self._sources[stream.stream_id] = stream
         return stream
 

@@ -133,13 +133,16 @@ class WriterProcess:
         _enlarge(self._input.fileno())
         _enlarge(self._output)
         self._rest = b""
+        self._is_blocking = True
         self._write({"saver": saver.settings, "owner": os.getpid(), "num_threads": num_threads, "goes_on": goes_on})
 
     def send(self, shipments: Sequence[Shipment]) -> None:
         self._write(list(shipments))
 
     def outcomes(self, *, wait: bool) -> list[Outcome]:
-        os.set_blocking(self._output, wait)
+        if wait != self._is_blocking:
+            os.set_blocking(self._output, wait)
+            self._is_blocking = wait
         found: list[Outcome] = []
         while True:
             try:

@@ -177,8 +177,10 @@ def quantize_stats_kernel(
                 rest |= bit
             bit <<= 1
         _keep(
-            shares_ptr, bins_ptr, program, num_programs, squares, squared_errors, max_error, zeroed, clamped, clamped_blocks,
-            0, 0, top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1, False, HISTOGRAMS, RULE, TILE,
+            shares_ptr, bins_ptr, program, num_programs,
+            squares, squared_errors, max_error, zeroed, clamped, clamped_blocks, 0, 0,
+            top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
+            False, HISTOGRAMS, RULE, TILE,
         )  # fmt: skip
     if rest != 0:
         squares = tl.zeros((LANES,), tl.float64)
@@ -248,8 +250,10 @@ def quantize_stats_kernel(
             rest_bit <<= 1
             rest >>= 1
         _keep(
-            shares_ptr, bins_ptr, program, num_programs, squares, squared_errors, max_error, zeroed, clamped, clamped_blocks,
-            nans, infs, top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1, IS_SHORT, HISTOGRAMS, RULE, TILE,
+            shares_ptr, bins_ptr, program, num_programs,
+            squares, squared_errors, max_error, zeroed, clamped, clamped_blocks, nans, infs,
+            top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
+            IS_SHORT, HISTOGRAMS, RULE, TILE,
         )  # fmt: skip
     if HISTOGRAMS and outside != 0:
         for tile in range(program, num_tiles, num_programs):
@@ -371,16 +375,16 @@ def _count_blocks(ones, TILE: tl.constexpr):
 # Histograms
 #
 # A thread counts the 25 exponents from ``top`` downwards. An element becomes 16^exponent, a float64 number; a sum of
-# eight such is the counts of 13 exponents side by side in its mantissa, four bits each, and smaller exponents are lost
-# in the last place. Two sums do, the second of elements no larger than its highest exponent. Counts then have eight bits
-# between repeats, sixteen from tile to tile. Scale codes have a window of eight, in eight bits each. Tiles with
-# anything outside are read again, and that is added to the bins in memory one by one.
+# eight of them has the counts of 13 exponents side by side in its mantissa, four bits each, and smaller exponents are
+# lost behind its last place. Two sums do, the second of elements that are at most the first one's lowest exponent.
+# Counts then have eight bits between repeats, sixteen from tile to tile. Scale codes have a window of eight, in eight
+# bits each. A tile with anything outside is read again, and that is added to the bins in memory one by one.
 # ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _highest(values):
-    """The largest of a tile's numbers, dimension by dimension, so that none changes its thread."""
+    """The largest of a tile's numbers, dimension by dimension: all at once would first move them to other threads."""
     return tl.max(tl.max(tl.max(values, axis=2), axis=1), axis=0)
 
 
@@ -401,10 +405,10 @@ def _count_exponents(magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TI
         n1 += even
         n2 += odd & _EVEN_BYTES
         n3 += odd
-        highest = (top - (_FIELDS - 1)) << MANTISSA_WIDTH
+        ceiling = (top - (_FIELDS - 1)) << MANTISSA_WIDTH
         if PAIRS:
-            highest |= highest >> 16
-        even, odd = _fields(smaller(exponents, highest, PAIRS), top - (_FIELDS - 1), TILE)
+            ceiling |= ceiling >> 16
+        even, odd = _fields(smaller(exponents, ceiling, PAIRS), top - (_FIELDS - 1), TILE)
         n4 += even & _EVEN_BYTES
         n5 += even
         n6 += odd & _EVEN_BYTES
@@ -525,8 +529,9 @@ def _add_counts(bins_ptr, number, words, FIELDS: tl.constexpr, STEP: tl.constexp
 
 @triton.jit
 def _keep(
-    shares_ptr, bins_ptr, program, num_programs, squares, squared_errors, max_error, zeroed, clamped, clamped_blocks,
-    nans, infs, top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
+    shares_ptr, bins_ptr, program, num_programs,
+    squares, squared_errors, max_error, zeroed, clamped, clamped_blocks, nans, infs,
+    top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
     IS_MORE: tl.constexpr, HISTOGRAMS: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Stores a program's share of the statistics, or adds it to that stored before, and adds its counts to the bins."""

@@ -34,7 +34,7 @@ _MAX_BLOCK_ELEMENTS = 4096
 _MAX_WARP_ELEMENTS = 2048
 # Programs of the kernels that add up; the same number on every device, so that sums are the same too.
 _NUM_PROGRAMS = 4096
-_NUM_STATS_PROGRAMS = 2112
+_NUM_STATS_PROGRAMS = {"stats": 2112, "histograms": 3168}  # what fits on an H200, once and twice
 _AMAX_BYTES = 8192
 _MAX_STEPS_OF_ONE = 4  # up to which one program alone is faster than several and another launch
 _FINISH_SIZE = 4096
@@ -56,9 +56,9 @@ _TILE_SIZES = {
     ("stats", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
     ("stats", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
     ("stats", True, 4): TileSize(elements=2048, num_warps=2),
-    ("histograms", False, 2): TileSize(elements=1024, num_warps=1),
-    ("histograms", False, 4): TileSize(elements=512, num_warps=1),
-    ("histograms", True, 2): TileSize(elements=1024, num_warps=1),
+    ("histograms", False, 2): TileSize(elements=1024, num_warps=1, max_registers=168),
+    ("histograms", False, 4): TileSize(elements=512, num_warps=1, max_registers=168),
+    ("histograms", True, 2): TileSize(elements=1024, num_warps=1, max_registers=168),
     ("histograms", True, 4): TileSize(elements=1024, num_warps=1),
 }
 
@@ -257,7 +257,7 @@ def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool
         geometry = cut(shape, rows, width, size, x.element_size(), in_pairs=in_pairs)
         sizes, num_tiles, num_programs = _sizes(geometry), geometry.num_tiles, geometry.num_tiles
         if is_counted:
-            num_programs = min(num_tiles, max(_NUM_STATS_PROGRAMS, -(-num_tiles // _MAX_TILES)))
+            num_programs = min(num_tiles, max(_NUM_STATS_PROGRAMS[purpose], -(-num_tiles // _MAX_TILES)))
             sizes = (*sizes, num_tiles)
         plan = _Plan(
             kept=(choices.quant_type, choices.source),

@@ -43,13 +43,20 @@ from qcollect.formats.triton_words import (
     largest,
     low,
     one_shifted,
+    power_of_16,
+    smaller,
     subtract,
     total,
     word_of,
 )
 
 _NUM_BINS = tl.constexpr(256)
-_WINDOW = tl.constexpr(16)  # exponents that a thread counts
+_FIELDS = tl.constexpr(13)  # of four bits in a float64 number's mantissa
+_WINDOW = tl.constexpr(25)  # exponents that a thread counts
+_HEADROOM = tl.constexpr(4)
+_EVEN_FIELDS = tl.constexpr(0x000F0F0F0F0F0F0F)
+_ODD_BYTES = tl.constexpr(0x0000FFFFFFFFFFFF)
+_EVEN_BYTES = tl.constexpr(0x00FF00FF00FF00FF)
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "row_blocks", "num_bands", "num_tiles"])
@@ -88,38 +95,38 @@ def quantize_stats_kernel(
     PAIRS: tl.constexpr = TILE.is_paired
     LANES: tl.constexpr = TILE.fold_lanes
     BLOCKS: tl.constexpr = TILE.num_blocks
-    squares = tl.zeros((LANES,), tl.float64)
-    squared_errors = tl.zeros((LANES,), tl.float64)
-    max_error = tl.zeros((LANES,), tl.float32)
-    # counts of single elements, exact as far as 2^24
-    zeroed = tl.zeros((LANES,), tl.float32)
-    clamped = tl.zeros((LANES,), tl.float32)
-    clamped_blocks = tl.zeros((1, BLOCKS, 1), tl.int32)
-    nans = tl.zeros((), tl.int32)
-    infs = tl.zeros((), tl.int32)
     top = 0
     top_code = 0
     if HISTOGRAMS:
         places, exists = find_places(program, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
         words = load(x_ptr, places, exists, TILE)
         maxima = block_maxima(magnitudes_of(words, PAIRS), TILE.padded_rows, TILE.padded_width, PAIRS)
-        top = _top_exponent(maxima, PAIRS)
+        top = tl.minimum(tl.maximum(_highest_exponent(maxima, PAIRS) + _HEADROOM, _WINDOW), 254)
         if RULE.has_blocks:
-            top_code = tl.max(_codes(_first_of(maxima, PAIRS), tensor_encode, RULE)) + 1
-    n0 = tl.zeros((LANES,), tl.int32)
-    n1 = tl.zeros((LANES,), tl.int32)
-    n2 = tl.zeros((LANES,), tl.int32)
-    n3 = tl.zeros((LANES,), tl.int32)
-    n4 = tl.zeros((LANES,), tl.int32)
-    n5 = tl.zeros((LANES,), tl.int32)
-    n6 = tl.zeros((LANES,), tl.int32)
-    n7 = tl.zeros((LANES,), tl.int32)
-    c0 = tl.zeros((1, BLOCKS, 1), tl.int32)
-    c1 = tl.zeros((1, BLOCKS, 1), tl.int32)
-    # bits of the program's tiles that do not go the short way: those are done after the others, so that what
-    # they need is not held all the time
+            top_code = _highest(_codes(_first_of(maxima, PAIRS), tensor_encode, RULE)) + 1
+    # bits of the program's tiles that do not go the short way, and of those that have something outside the windows:
+    # they are seen to after the others, so that what they need is not held all the time
     rest = tl.full((), -1, tl.int32)
-    if RULE.can_be_short and out_ptr.dtype.element_ty != tl.float16:
+    outside = tl.zeros((), tl.int32)
+    IS_SHORT: tl.constexpr = RULE.can_be_short and out_ptr.dtype.element_ty != tl.float16
+    if IS_SHORT:
+        squares = tl.zeros((LANES,), tl.float64)
+        squared_errors = tl.zeros((LANES,), tl.float64)
+        max_error = tl.zeros((LANES,), tl.float32)
+        # counts of single elements, exact as far as 2^24
+        zeroed = tl.zeros((LANES,), tl.float32)
+        clamped = tl.zeros((LANES,), tl.float32)
+        clamped_blocks = tl.zeros((1, BLOCKS, 1), tl.int32)
+        n0 = tl.zeros((LANES,), tl.int64)
+        n1 = tl.zeros((LANES,), tl.int64)
+        n2 = tl.zeros((LANES,), tl.int64)
+        n3 = tl.zeros((LANES,), tl.int64)
+        n4 = tl.zeros((LANES,), tl.int64)
+        n5 = tl.zeros((LANES,), tl.int64)
+        n6 = tl.zeros((LANES,), tl.int64)
+        n7 = tl.zeros((LANES,), tl.int64)
+        c0 = tl.zeros((1, BLOCKS, 1), tl.int32)
+        c1 = tl.zeros((1, BLOCKS, 1), tl.int32)
         rest = tl.zeros((), tl.int32)
         bit = tl.full((), 1, tl.int32)
         places, exists = find_places(program, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
@@ -153,20 +160,49 @@ def quantize_stats_kernel(
                 # only what becomes zero is further from its result than that is from zero
                 zeroed += _folded_count(is_greater(error, rounded, PAIRS), TILE)
                 if HISTOGRAMS:
-                    n0, n1, n2, n3, n4, n5, n6, n7 = _count_exponents(
-                        bins_ptr, magnitudes, maxima, exists, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
+                    is_outside, n0, n1, n2, n3, n4, n5, n6, n7 = _count_exponents(
+                        magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
                     )
                     if RULE.has_blocks:
                         in_tensor = _blocks_in_tensor(exists, TILE)
                         codes = _short_codes(_first_of(scales, PAIRS), _first_of(maxima, PAIRS), RULE)
-                        c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+                        furthest = tl.zeros(codes.shape, tl.uint32)
+                        furthest, c0, c1 = _count_codes(codes, in_tensor, top_code, furthest, c0, c1)
                         if PAIRS and TILE.padded_width == 1:
                             codes = _short_codes(as_bits(high(scales)), as_bits(high(maxima)), RULE)
-                            c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+                            furthest, c0, c1 = _count_codes(codes, in_tensor, top_code, furthest, c0, c1)
+                        is_outside = is_outside | (_highest(furthest) >= 64)
+                    outside |= tl.where(is_outside, bit, 0)
             else:
                 rest |= bit
             bit <<= 1
+        _keep(
+            shares_ptr, bins_ptr, program, num_programs,
+            squares, squared_errors, max_error, zeroed, clamped, clamped_blocks, 0, 0,
+            top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
+            False, HISTOGRAMS, RULE, TILE,
+        )  # fmt: skip
     if rest != 0:
+        squares = tl.zeros((LANES,), tl.float64)
+        squared_errors = tl.zeros((LANES,), tl.float64)
+        max_error = tl.zeros((LANES,), tl.float32)
+        # counts of single elements, exact as far as 2^24
+        zeroed = tl.zeros((LANES,), tl.float32)
+        clamped = tl.zeros((LANES,), tl.float32)
+        clamped_blocks = tl.zeros((1, BLOCKS, 1), tl.int32)
+        n0 = tl.zeros((LANES,), tl.int64)
+        n1 = tl.zeros((LANES,), tl.int64)
+        n2 = tl.zeros((LANES,), tl.int64)
+        n3 = tl.zeros((LANES,), tl.int64)
+        n4 = tl.zeros((LANES,), tl.int64)
+        n5 = tl.zeros((LANES,), tl.int64)
+        n6 = tl.zeros((LANES,), tl.int64)
+        n7 = tl.zeros((LANES,), tl.int64)
+        c0 = tl.zeros((1, BLOCKS, 1), tl.int32)
+        c1 = tl.zeros((1, BLOCKS, 1), tl.int32)
+        nans = tl.zeros((), tl.int32)
+        infs = tl.zeros((), tl.int32)
+        rest_bit = tl.full((), 1, tl.int32)
         for tile in range(program, num_tiles, num_programs):
             if (rest & 1) != 0:
                 places, exists = find_places(tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
@@ -198,43 +234,50 @@ def quantize_stats_kernel(
                 if HISTOGRAMS:
                     magnitudes = magnitudes_of(words, PAIRS)
                     maxima = block_maxima(magnitudes, TILE.padded_rows, TILE.padded_width, PAIRS)
-                    n0, n1, n2, n3, n4, n5, n6, n7 = _count_exponents(
-                        bins_ptr, magnitudes, maxima, exists, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
+                    is_outside, n0, n1, n2, n3, n4, n5, n6, n7 = _count_exponents(
+                        magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
                     )
                     if RULE.has_blocks:
                         in_tensor = _blocks_in_tensor(exists, TILE)
                         codes = _codes(_first_of(maxima, PAIRS), tensor_encode, RULE)
-                        c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+                        furthest = tl.zeros(codes.shape, tl.uint32)
+                        furthest, c0, c1 = _count_codes(codes, in_tensor, top_code, furthest, c0, c1)
                         if PAIRS and TILE.padded_width == 1:
                             codes = _codes(as_bits(high(maxima)), tensor_encode, RULE)
-                            c0, c1 = _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1)
+                            furthest, c0, c1 = _count_codes(codes, in_tensor, top_code, furthest, c0, c1)
+                        is_outside = is_outside | (_highest(furthest) >= 64)
+                    outside |= tl.where(is_outside, rest_bit, 0)
+            rest_bit <<= 1
             rest >>= 1
-    tl.store(shares_ptr + program, tl.sum(squares))
-    tl.store(shares_ptr + num_programs + program, tl.sum(squared_errors))
-    tl.store(_max_errors(shares_ptr, num_programs) + program, tl.max(max_error))
-    counts_ptr = _counts(shares_ptr, num_programs) + program
-    num_clamped = tl.sum(clamped.to(tl.int32))
-    tl.store(counts_ptr, tl.sum(zeroed.to(tl.int32)))
-    tl.store(counts_ptr + num_programs, num_clamped)
-    if RULE.has_blocks:
-        tl.store(counts_ptr + 2 * num_programs, tl.sum(clamped_blocks))
-    else:
-        tl.store(counts_ptr + 2 * num_programs, num_clamped)
-    tl.store(counts_ptr + 3 * num_programs, nans)
-    tl.store(counts_ptr + 4 * num_programs, infs)
-    if HISTOGRAMS:
-        # of eight exponents, every fourth in a word's two halves
-        _add_counts(bins_ptr, top, n0, 2, 4)
-        _add_counts(bins_ptr, top - 2, n1, 2, 4)
-        _add_counts(bins_ptr, top - 1, n2, 2, 4)
-        _add_counts(bins_ptr, top - 3, n3, 2, 4)
-        _add_counts(bins_ptr, top - 8, n4, 2, 4)
-        _add_counts(bins_ptr, top - 10, n5, 2, 4)
-        _add_counts(bins_ptr, top - 9, n6, 2, 4)
-        _add_counts(bins_ptr, top - 11, n7, 2, 4)
-        if RULE.has_blocks:
-            _add_counts(bins_ptr + _NUM_BINS, top_code, c0, 4, 1)
-            _add_counts(bins_ptr + _NUM_BINS, top_code - 4, c1, 4, 1)
+        _keep(
+            shares_ptr, bins_ptr, program, num_programs,
+            squares, squared_errors, max_error, zeroed, clamped, clamped_blocks, nans, infs,
+            top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
+            IS_SHORT, HISTOGRAMS, RULE, TILE,
+        )  # fmt: skip
+    if HISTOGRAMS and outside != 0:
+        for tile in range(program, num_tiles, num_programs):
+            if (outside & 1) != 0:
+                places, exists = find_places(tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
+                words = load(x_ptr, places, exists, TILE)
+                magnitudes = magnitudes_of(words, PAIRS)
+                maxima = block_maxima(magnitudes, TILE.padded_rows, TILE.padded_width, PAIRS)
+                bound = tl.where(_highest_exponent(maxima, PAIRS) <= top, top - _WINDOW, 255)
+                if PAIRS:
+                    _count_outside(bins_ptr, as_bits(low(magnitudes)), exists, bound)
+                    _count_outside(bins_ptr, as_bits(high(magnitudes)), exists, bound)
+                else:
+                    _count_outside(bins_ptr, magnitudes, exists, bound)
+                if RULE.has_blocks:
+                    in_tensor = _blocks_in_tensor(exists, TILE)
+                    _count_codes_outside(
+                        bins_ptr, _codes(_first_of(maxima, PAIRS), tensor_encode, RULE), in_tensor, top_code
+                    )
+                    if PAIRS and TILE.padded_width == 1:
+                        _count_codes_outside(
+                            bins_ptr, _codes(as_bits(high(maxima)), tensor_encode, RULE), in_tensor, top_code
+                        )
+            outside >>= 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -331,61 +374,74 @@ def _count_blocks(ones, TILE: tl.constexpr):
 # ---------------------------------------------------------------------------------------------
 # Histograms
 #
-# A thread counts the sixteen exponents from ``top`` downwards: in four bits while elements side by side are added, in
-# eight between repeats, in sixteen from tile to tile. Scale codes have a window of eight, in eight bits each. Whatever
-# is outside is added to the bins in memory one by one.
+# A thread counts the 25 exponents from ``top`` downwards. An element becomes 16^exponent, a float64 number; a sum of
+# eight of them has the counts of 13 exponents side by side in its mantissa, four bits each, and smaller exponents are
+# lost behind its last place. Two sums do, the second of elements that are at most the first one's lowest exponent.
+# Counts then have eight bits between repeats, sixteen from tile to tile. Scale codes have a window of eight, in eight
+# bits each. A tile with anything outside is read again, and that is added to the bins in memory one by one.
 # ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _top_exponent(maxima, PAIRS: tl.constexpr):
-    """Where the window begins: above 15, so that zeros, which also fill a tile up, are outside."""
-    highest = tl.max(_largest_of(maxima, PAIRS)) >> MANTISSA_WIDTH
-    return tl.minimum(tl.maximum(highest + 1, 16), 254)
+def _highest(values):
+    """The largest of a tile's numbers, dimension by dimension: all at once would first move them to other threads."""
+    return tl.max(tl.max(tl.max(values, axis=2), axis=1), axis=0)
 
 
 @triton.jit
-def _count_exponents(bins_ptr, magnitudes, maxima, exists, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE: tl.constexpr):
-    """A tile's elements added to the window's counts."""
+def _highest_exponent(maxima, PAIRS: tl.constexpr):
+    return _highest(_largest_of(maxima, PAIRS)) >> MANTISSA_WIDTH
+
+
+@triton.jit
+def _count_exponents(magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE: tl.constexpr):
+    """A tile's elements added to the window's counts; first of all whether anything is outside."""
     PAIRS: tl.constexpr = TILE.is_paired
-    is_below = tl.max(_largest_of(maxima, PAIRS)) >> MANTISSA_WIDTH <= top
-    bound = 255
-    if is_below:
-        top_word = top << MANTISSA_WIDTH
+    is_outside = _highest_exponent(maxima, PAIRS) > top
+    if not is_outside:
+        exponents = magnitudes & word_of(EXPONENT_MASK, PAIRS)
+        even, odd = _fields(exponents, top, TILE)
+        n0 += even & _EVEN_BYTES
+        n1 += even
+        n2 += odd & _EVEN_BYTES
+        n3 += odd
+        ceiling = (top - (_FIELDS - 1)) << MANTISSA_WIDTH
         if PAIRS:
-            top_word = top_word | (top_word >> 16)
-        steps = top_word - (magnitudes & word_of(EXPONENT_MASK, PAIRS))
-        even, odd = _window(steps, 0, TILE)
-        n0 += even & 0x00FF00FF
-        n1 += (even >> 8) & 0x00FF00FF
-        n2 += odd & 0x00FF00FF
-        n3 += (odd >> 8) & 0x00FF00FF
-        even, odd = _window(steps, 32, TILE)
-        n4 += even & 0x00FF00FF
-        n5 += (even >> 8) & 0x00FF00FF
-        n6 += odd & 0x00FF00FF
-        n7 += (odd >> 8) & 0x00FF00FF
-        furthest = tl.max(_largest_of(_folded_larger(steps, TILE), PAIRS))
-        bound = tl.where(furthest < (_WINDOW << MANTISSA_WIDTH), -1, top - _WINDOW)
-    if bound >= 0:
-        if PAIRS:
-            _count_outside(bins_ptr, as_bits(low(magnitudes)), exists, bound)
-            _count_outside(bins_ptr, as_bits(high(magnitudes)), exists, bound)
-        else:
-            _count_outside(bins_ptr, magnitudes, exists, bound)
-    return n0, n1, n2, n3, n4, n5, n6, n7
+            ceiling |= ceiling >> 16
+        even, odd = _fields(smaller(exponents, ceiling, PAIRS), top - (_FIELDS - 1), TILE)
+        n4 += even & _EVEN_BYTES
+        n5 += even
+        n6 += odd & _EVEN_BYTES
+        n7 += odd
+        # all that are inside are in the second sum
+        counts = even + odd
+        counts = (counts + (counts >> 32)).to(tl.int32)
+        counts = counts + (counts >> 16)
+        counts = (counts + (counts >> 8)) & 0xFF
+        EACH: tl.constexpr = magnitudes.numel // TILE.fold_lanes * (2 if PAIRS else 1)
+        is_outside = tl.min(counts, axis=0) < EACH
+    return is_outside, n0, n1, n2, n3, n4, n5, n6, n7
 
 
 @triton.jit
-def _window(steps, START: tl.constexpr, TILE: tl.constexpr):
-    """Eight counts of four bits, those with even and those with odd numbers apart; in eight bits each."""
+def _fields(exponents, top, TILE: tl.constexpr):
+    """Counts of 13 exponents up to ``top``, in eight bits each: those of even fields and those of odd ones.
+
+    A sum of eight is off by less than half of its last place, in whatever order it is taken.
+    """
     if TILE.is_paired:
-        words = one_shifted(((steps & 0xFFFF) >> 5) - START) + one_shifted((steps >> 21) - START)
+        powers = power_of_16(exponents & EXPONENT_MASK) + power_of_16(exponents << 16)
     else:
-        words = one_shifted((steps >> 21) - START)
-    words = tl.sum(_fold(words, TILE), axis=2)
-    even = tl.sum(words & 0x0F0F0F0F, axis=0)
-    odd = tl.sum((words >> 4) & 0x0F0F0F0F, axis=0)
+        powers = power_of_16(exponents)
+    powers = tl.sum(_fold(powers, TILE), axis=2)
+    EACH: tl.constexpr = exponents.numel // (TILE.fold_repeats * TILE.fold_lanes) * (2 if TILE.is_paired else 1)
+    MERGED: tl.constexpr = min(TILE.fold_repeats, 8 // EACH)
+    if MERGED > 1:
+        powers = tl.sum(tl.reshape(powers, (TILE.fold_repeats // MERGED, MERGED, TILE.fold_lanes)), axis=1)
+    unit = ((top + 1).to(tl.int64) << 54).to(tl.float64, bitcast=True)
+    words = (powers + unit).to(tl.int64, bitcast=True)
+    even = tl.sum(words & _EVEN_FIELDS, axis=0)
+    odd = ((tl.sum(words, axis=0) - even) >> 4) & _ODD_BYTES
     return even, odd
 
 
@@ -423,16 +479,38 @@ def _short_codes(scales, maxima, RULE: tl.constexpr):
 
 
 @triton.jit
-def _count_codes(bins_ptr, codes, in_tensor, top_code, c0, c1):
-    """Blocks' scale codes added to the window's counts."""
-    steps = tl.where(in_tensor, (top_code - codes) * 8, -1)
+def _count_codes(codes, in_tensor, top_code, furthest, c0, c1):
+    """Blocks' scale codes added to the window's counts; the furthest step from its top, 64 and above outside."""
+    steps = (top_code - codes) * 8
+    furthest = tl.maximum(furthest, tl.where(in_tensor, steps, 0).to(tl.uint32, bitcast=True))
+    steps = tl.where(in_tensor, steps, -1)
     c0 += one_shifted(steps)
     c1 += one_shifted(steps - 32)
+    return furthest, c0, c1
+
+
+@triton.jit
+def _count_codes_outside(bins_ptr, codes, in_tensor, top_code):
+    one = tl.full(codes.shape, 1, tl.int64)
+    steps = (top_code - codes) * 8
     is_outside = in_tensor & ((steps < 0) | (steps >= 64))
-    if tl.max(is_outside.to(tl.int32)) > 0:
-        one = tl.full(codes.shape, 1, tl.int64)
-        tl.atomic_add(bins_ptr + _NUM_BINS + codes, one, mask=is_outside, sem="relaxed")
-    return c0, c1
+    tl.atomic_add(bins_ptr + _NUM_BINS + codes, one, mask=is_outside, sem="relaxed")
+
+
+@triton.jit
+def _add_exponents(bins_ptr, lowest, words, NUM: tl.constexpr, TILE: tl.constexpr):
+    """Adds the counts of sixteen bits: of ``lowest``, then of every fourth exponent above."""
+    # a program has 32 tiles
+    IS_SMALL: tl.constexpr = (
+        TILE.num_blocks * TILE.padded_rows * TILE.padded_width * (2 if TILE.is_paired else 1) <= 1024
+    )
+    if IS_SMALL:
+        words = tl.sum(words)
+    for i in tl.static_range(NUM):
+        counts = (words >> (16 * i)) & 0xFFFF
+        if not IS_SMALL:
+            counts = tl.sum(counts)
+        tl.atomic_add(bins_ptr + lowest + 4 * i, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -447,6 +525,55 @@ def _add_counts(bins_ptr, number, words, FIELDS: tl.constexpr, STEP: tl.constexp
 # ---------------------------------------------------------------------------------------------
 # Shares
 # ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keep(
+    shares_ptr, bins_ptr, program, num_programs,
+    squares, squared_errors, max_error, zeroed, clamped, clamped_blocks, nans, infs,
+    top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
+    IS_MORE: tl.constexpr, HISTOGRAMS: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Stores a program's share of the statistics, or adds it to that stored before, and adds its counts to the bins."""
+    num_clamped = tl.sum(clamped.to(tl.int32))
+    blocks = num_clamped
+    if RULE.has_blocks:
+        blocks = tl.sum(clamped_blocks)
+    _keep_sum(shares_ptr + program, tl.sum(squares), IS_MORE)
+    _keep_sum(shares_ptr + num_programs + program, tl.sum(squared_errors), IS_MORE)
+    largest_error = tl.max(max_error)
+    max_ptr = _max_errors(shares_ptr, num_programs) + program
+    if IS_MORE:
+        largest_error = tl.maximum(largest_error, tl.load(max_ptr))
+    tl.store(max_ptr, largest_error)
+    counts_ptr = _counts(shares_ptr, num_programs) + program
+    _keep_sum(counts_ptr, tl.sum(zeroed.to(tl.int32)), IS_MORE)
+    _keep_sum(counts_ptr + num_programs, num_clamped, IS_MORE)
+    _keep_sum(counts_ptr + 2 * num_programs, blocks, IS_MORE)
+    _keep_sum(counts_ptr + 3 * num_programs, nans, IS_MORE)
+    _keep_sum(counts_ptr + 4 * num_programs, infs, IS_MORE)
+    if HISTOGRAMS:
+        # every fourth exponent in a word; every other one was added to its neighbours
+        lowest = top - (_FIELDS - 1)
+        _add_exponents(bins_ptr, lowest, n0, 4, TILE)
+        _add_exponents(bins_ptr, lowest + 2, (n1 - n0) >> 8, 3, TILE)
+        _add_exponents(bins_ptr, lowest + 1, n2, 3, TILE)
+        _add_exponents(bins_ptr, lowest + 3, (n3 - n2) >> 8, 3, TILE)
+        lowest -= _FIELDS - 1
+        _add_exponents(bins_ptr, lowest, n4, 3, TILE)
+        _add_exponents(bins_ptr, lowest + 2, (n5 - n4) >> 8, 3, TILE)
+        _add_exponents(bins_ptr, lowest + 1, n6, 3, TILE)
+        _add_exponents(bins_ptr, lowest + 3, (n7 - n6) >> 8, 3, TILE)
+        if RULE.has_blocks:
+            _add_counts(bins_ptr + _NUM_BINS, top_code, c0, 4, 1)
+            _add_counts(bins_ptr + _NUM_BINS, top_code - 4, c1, 4, 1)
+
+
+@triton.jit
+def _keep_sum(pointer, number, IS_MORE: tl.constexpr):
+    if IS_MORE:
+        number += tl.load(pointer)
+    tl.store(pointer, number)
 
 
 @triton.jit

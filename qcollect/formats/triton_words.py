@@ -177,6 +177,22 @@ def one_shifted(steps):
 
 
 @triton.jit
+def power_of_16(bits):
+    """A float32 exponent field as float64: ``16 ** exponent`` in a fixed unit, 0 of a field of 0.
+
+    Those bits, moved right by one, are the upper half of the number.
+    """
+    if IS_INTERPRETED:
+        result = (bits.to(tl.int64) << 31).to(tl.float64, bitcast=True)
+    else:  # one product instead of a shift and a zero
+        result = tl.inline_asm_elementwise(
+            "{.reg .b64 t; mul.wide.u32 t, $1, 0x80000000; mov.b64 $0, t;}",
+            "=d,r", [bits], dtype=tl.float64, is_pure=True, pack=1,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
 def _larger_pair(a, b):
     return larger(a, b, True)
 

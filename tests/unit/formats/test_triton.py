@@ -1,6 +1,7 @@
 """The Triton kernels, run by Triton's interpreter on CPU tensors, against the same computation step by step."""
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,44 @@ def test_both_orientations_where_scales_stop_being_moderate(name: str, exponent:
 @pytest.mark.parametrize("part", range(8))
 def test_statistics_are_those_of_float64(part: int) -> None:
     gpu.check_stats("cpu", part, 8)
+
+
+@pytest.mark.parametrize(("axis", "dtype"), [(0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)], ids=str)
+def test_counts_of_one_program_whose_tiles_are_far_apart(
+    axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tile sets the windows of exponents and scale codes; others lie below, across, above, are not finite."""
+    sizes = {key: TileSize(elements=1024, num_warps=1) for key in triton_launch._TILE_SIZES}
+    monkeypatch.setattr(triton_launch, "_TILE_SIZES", sizes)
+    monkeypatch.setattr(triton_launch, "_NUM_STATS_PROGRAMS", {"stats": 1, "histograms": 1})
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(7 * 32, 32, generator=generator)
+    x[32:64] *= 2.0**-25
+    x[64:96] *= torch.exp2(torch.randint(-31, 31, (32, 32), generator=generator).float())
+    x[96:128] *= 2.0**20
+    x[128:160] *= torch.rand(32, 32, generator=generator) > 0.5
+    x[160, 3], x[161, 4], x[162, 5] = math.nan, math.inf, 2.0**-130
+    x[162, 7] = 0.0
+    x = x.to(dtype)
+    choices = gpu.make_choices(QUANT_TYPES["mxfp8"], x, axis)
+    expected = gpu.reference_stats(x, choices, None)
+    out = torch.empty_like(x)
+    found = triton_launch.run_with_stats(x, out, choices, None, with_tensor_scale=True, histograms=True).to_dict()
+    assert gpu.num_different(out, gpu.reference(x, choices, None)) == 0
+    for key, value in expected.items():
+        assert found[key] == (pytest.approx(value, rel=1e-6, abs=0) if isinstance(value, float) else value), key
+
+
+@pytest.mark.parametrize("fill", [0.75, 2.0**-8, 2.0**-20])
+def test_counts_of_a_tile_of_equal_numbers(fill: float) -> None:
+    """No count spills into the next: eight of one exponent are as many as are added up side by side."""
+    x = torch.full((32, 64), fill, dtype=torch.bfloat16)
+    x[0, 0], x[1, 1] = 0.75, 3.0
+    choices = gpu.make_choices(QUANT_TYPES["mxfp4"], x, 0)
+    out = torch.empty_like(x)
+    found = triton_launch.run_with_stats(x, out, choices, None, with_tensor_scale=True, histograms=True)
+    exponents = (x.to(torch.float32).view(torch.int32) >> 23) & 0xFF
+    assert torch.equal(found.exponent_counts, torch.bincount(exponents.flatten(), minlength=256))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", "hifp8"])

@@ -47,13 +47,20 @@ def run_both(
 
 
 def run_with_stats(
-    x: Tensor, choices: Choices, encode: Tensor | None, *, histograms: bool
+    x: Tensor, choices: Choices, encode: Tensor | None, *, histograms: bool, totals: Tensor | None = None
 ) -> tuple[Tensor, ErrorStats] | None:
-    """The values of ``x`` and their statistics in one pass; None where that is not possible."""
+    """The values of ``x`` and their statistics in one pass; None where that is not possible.
+
+    Args:
+        totals: (8,) float64 on the device of ``x``, written if it is given.
+    """
     if x.device.type == "cpu" or not triton_launch.supports(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return out, triton_launch.run_with_stats(x, out, choices, encode, with_tensor_scale=True, histograms=histograms)
+    stats = triton_launch.run_with_stats(
+        x, out, choices, encode, with_tensor_scale=True, histograms=histograms, totals=totals
+    )
+    return out, stats
 
 
 def find_amax(x: Tensor, tensor_scale: TensorScale) -> Tensor:

@@ -149,13 +149,20 @@ def run_both(
 
 
 def run_with_stats(
-    x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool, histograms: bool
+    x: Tensor,
+    out: Tensor,
+    choices: Choices,
+    encode: Tensor | None,
+    *,
+    with_tensor_scale: bool,
+    histograms: bool,
+    totals: Tensor | None = None,
 ) -> ErrorStats:
-    """``run``, and what it does to the tensor, counted in the same pass."""
+    """``run``, and what it does to the tensor, counted in the same pass; ``totals`` is written, if it is given."""
     x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "histograms" if histograms else "stats")
     shares = torch.empty(_SHARE_SIZE * plan.num_programs, dtype=torch.float64, device=x.device)
-    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device)
+    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device) if totals is None else totals
     bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals
     tensors = (x, out, x if encode is None else encode, shares, bins)
     _launch("quantize_stats_kernel", plan, tensors, _seed(choices))

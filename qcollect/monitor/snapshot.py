@@ -10,6 +10,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ class RunSnapshot:
     """One run. ``state`` is what is recorded, or ``lost`` (its launcher is gone), or ``unknown`` (another
     host's, or captures that no launcher of ours made).
 
-    ``captured`` counts manifest lines, ``num_files`` the ``.pt`` files and ``bytes`` their sizes.
+    ``captured`` counts manifest lines, ``num_files`` the ``.pt`` files and ``bytes`` their sizes; where there are lines
+    only (statistics), those of the manifests.
     ``phase`` says more of an active run: starting, loading, capturing, training, draining, stopping.
     ``failures`` has the first cause first; ``warnings`` are findings, each a complete sentence.
     """
@@ -164,7 +166,7 @@ def read_snapshot(
         target=record.target,
         captured=captured,
         num_files=files.count,
-        bytes=files.num_bytes,
+        bytes=files.num_bytes if files.count else _manifest_bytes(paths),
         world_size=record.world_size,
         ranks=ranks,
         launcher_pid=None if record.launcher is None else record.launcher.pid,
@@ -335,6 +337,14 @@ def _scan_files(run_dir: Path) -> _Files:
         first_s=min(times, default=None),
         last_s=max(times, default=None),
     )
+
+
+def _manifest_bytes(paths: RunPaths) -> int:
+    num_bytes = 0
+    for path in list_manifests(paths):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def _is_capture(name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from qcollect.paths import temporary_path
 
 _CHUNK_BYTES = 1 << 20
+_counted: dict[Path, tuple[int, int, int]] = {}  # inode, bytes and lines of large files
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)  # the one of POSIX, the other of Windows
 
 
@@ -116,14 +117,18 @@ def append_line(path: Path, record: dict[str, Any], *, durable: bool = False) ->
         ValueError: a number is NaN or Inf.
         OSError: no space, or the folder is gone; no part of the line stays.
     """
-    line = _encode(record)
+    append_lines(path, _encode(record), durable=durable)
+
+
+def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
+    """As ``append_line`` for lines that are encoded, each with its newline: by one write."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FLAGS, 0o666)
     try:
         end = _drop_torn_tail(file)
         try:
-            written = os.write(file, line)
-            while written < len(line):  # the disk ran full inside the line: the rest raises, or fits by now
-                written += os.write(file, line[written:])
+            written = os.write(file, lines)
+            while written < len(lines):  # the disk ran full inside them: the rest raises, or fits by now
+                written += os.write(file, lines[written:])
             if durable:
                 os.fsync(file)
         except OSError:
@@ -143,12 +148,25 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def count_lines(path: Path) -> int:
-    """How many whole lines a file has, without parsing them; 0 if there is no such file."""
+    """How many whole lines a file has, without parsing them; 0 if there is no such file.
+
+    Of a large file that only grows, what this process has counted before is not read again.
+    """
     try:
         with path.open("rb", buffering=0) as file:
-            return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
+            status = os.fstat(file.fileno())
+            inode, num_read, count = _counted.get(path, (None, 0, 0))
+            if inode != status.st_ino or num_read > status.st_size:
+                num_read, count = 0, 0
+            file.seek(num_read)
+            for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
+                num_read += len(chunk)
+                count += chunk.count(b"\n")
     except (FileNotFoundError, NotADirectoryError):
         return 0
+    if num_read > _CHUNK_BYTES:
+        _counted[path] = (status.st_ino, num_read, count)
+    return count
 
 
 def read_tail(path: Path, num_bytes: int) -> bytes:

@@ -31,27 +31,29 @@ def supports(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and is_strided and tensor.dtype in _DTYPES and has_triton()
 
 
-def summarize(flat: Tensor) -> Tensor:
+def summarize(flat: Tensor, out: Tensor | None = None) -> Tensor:
     """The summary of a contiguous tensor of one dimension, on its device.
 
     Args:
         flat: one that ``supports`` takes, not empty; on the CPU with Triton's interpreter.
+        out: (9,) float64 there, written and returned; None: a new one.
     """
     device, num_elements = flat.device, flat.numel()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return summarize(flat)
+            return summarize(flat, out)
     if flat.data_ptr() % 16:  # part of another tensor: rare enough for a copy
         flat = flat.clone()
     num_tiles = -(-num_elements // _TILE_SIZE)
     num_programs = min(num_tiles, _NUM_PROGRAMS) if num_tiles > _MAX_TILES_OF_ONE else 1
-    shares = torch.empty(_NUM_FIELDS * num_programs, dtype=torch.float64, device=device)
+    summary = torch.empty(_NUM_FIELDS, dtype=torch.float64, device=device) if out is None else out
+    is_one = num_programs == 1  # whose share is the summary
+    shares = summary if is_one else torch.empty(_NUM_FIELDS * num_programs, dtype=torch.float64, device=device)
     is_large = num_elements + _TILE_SIZE * (2 * num_programs + 1) > _MAX_INT32
     sizes = (_TILE_SIZE, 16 // flat.element_size(), is_large)
     _launch("summarize_kernel", num_programs, (flat, shares), num_elements, sizes, num_warps=1)
-    if num_programs == 1:
-        return shares
-    summary = torch.empty(_NUM_FIELDS, dtype=torch.float64, device=device)
+    if is_one:
+        return summary
     _launch("finish_summary_kernel", 1, (shares, summary), num_programs, (_NUM_PROGRAMS,), num_warps=_FINISH_WARPS)
     return summary
 

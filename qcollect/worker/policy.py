@@ -52,6 +52,10 @@ class QuantPolicy:
     seed: int = 0
     compile: bool = False
 
+    def by_layer_type(self, layer_type: LayerType) -> Quantizers:
+        """Those of its modules, but for the ones left alone."""
+        return self.linear if layer_type == LayerType.LINEAR else self.attention
+
     @classmethod
     def from_spec(cls, spec: QuantSpec, seed: int = 0) -> "QuantPolicy":
         """The policy of a recipe; ``seed`` is the run's.
@@ -97,7 +101,7 @@ class QuantPolicy:
         """By (tensor name, gemm) for one module; identities if it is excluded (or None: the output head)."""
         if module is None or self.excludes(module):
             return dict.fromkeys(AXES[layer_type], Quantizer.create("none"))
-        return self.linear if layer_type == LayerType.LINEAR else self.attention
+        return self.by_layer_type(layer_type)
 
 
 def _quantizer(spec: QuantSpec, tensor_name: str, gemm: Gemm, axis: int) -> Quantizer:
@@ -133,6 +137,7 @@ class Use:
     tensor_name: str
     gemm: Gemm
     amax: torch.Tensor | None
+    seeds: tuple[int, int, int, str]
     seed: int | None
     hadamard_seed: int
 
@@ -165,17 +170,43 @@ class Use:
             tensor_name=tensor_name,
             gemm=gemm,
             amax=amax,
+            seeds=seeds,
             seed=seed,
             hadamard_seed=hadamard_seed,
+        )
+
+    def under(self, quantizer: Quantizer) -> "Use":
+        """The same use by another quantizer, of this rank's part alone: nothing is asked of other ranks."""
+        return Use.of(
+            self.binding.x,
+            quantizer,
+            layer_type=self.layer_type,
+            tensor_name=self.tensor_name,
+            gemm=self.gemm,
+            seeds=self.seeds,
         )
 
     def values(self) -> torch.Tensor:
         """The values consumed, in the dtype of the original: what is captured."""
         return like(self.original, self.binding.values())
 
-    def operand(self) -> Operand:
-        """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result."""
-        return Operand(values=like(self.original, self.binding.operand()), factor=self._factor())
+    def whole(self, totals: torch.Tensor | None = None) -> Operand:
+        """``values``, for a kernel whose result no factor can be multiplied into. Arguments as in ``operand``."""
+        if self.quantizer.is_identity:
+            return Operand(values=self.original)
+        local = self.binding.values() if totals is None else self.binding.measured_values(totals)
+        return Operand(values=like(self.original, local))
+
+    def operand(self, totals: torch.Tensor | None = None) -> Operand:
+        """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result.
+
+        Args:
+            totals: (8,) float64, where what quantization does to the original is counted in the same pass.
+        """
+        if self.quantizer.is_identity:
+            return Operand(values=self.original)
+        local = self.binding.operand() if totals is None else self.binding.measured_operand(totals)
+        return Operand(values=like(self.original, local), factor=self._factor())
 
     def operands_with(self, first: "Use") -> tuple[Operand, Operand]:
         """``operand`` of this use, along the last axis, and of ``first``, along the first axis of the same original."""

@@ -79,7 +79,7 @@ class Stager:
         The same memory, unchanged since it was staged for another capture, is not copied again.
         """
         value = plain_value(tensor)
-        identity = _identity(value)
+        identity = identity_of(value)
         known = self._find(identity)
         if known is not None:
             self.num_shared += 1
@@ -179,7 +179,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _identity(value: torch.Tensor) -> _Identity | None:
+def identity_of(value: torch.Tensor) -> _Identity | None:
     """What tells that two tensors are the same memory with the same content; None where nothing tells."""
     if value.is_inference() or value.numel() == 0:
         return None

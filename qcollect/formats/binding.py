@@ -111,7 +111,7 @@ class Binding:
         return self.with_stats(histograms=False, totals=totals)[0]
 
     def measured_operand(self, totals: Tensor) -> Tensor:
-        """``operand``, and ``measure``: in one pass, unless an operand leaves out the type's scale of the whole tensor."""
+        """``operand``, and ``measure``: in one pass, unless the type has a scale that an operand leaves out."""
         if not self.choices.quant_type.has_tensor_scale:
             return self.measured_values(totals)
         self.measure(totals)

@@ -135,7 +135,7 @@ class Captures:
         return sorted({_short(name) if self.find(_short(name)) == name else name for name in self._known})
 
     def find(self, name: str) -> str | None:
-        """The field ``name`` means, as the catalog calls it: our own, the metadata's, tensor_info's, else the errors'."""
+        """The field ``name`` means, as the catalog calls it: our own, the metadata's, tensor_info's, the errors'."""
         candidates = (name, *(section + name for section in _SECTIONS))
         return next((candidate for candidate in candidates if candidate in self._known), None)
 

@@ -409,9 +409,7 @@ class StatisticsSink:
         """Copies to the host, behind everything that was measured."""
         with torch.cuda.device(self._device):
             for raw in batch.streams:
-                # 0 is the default stream, and no stream of others
-                producer = torch.cuda.ExternalStream(raw, self._device) if raw else torch.cuda.default_stream()
-                stream.wait_stream(producer)
+                stream.wait_stream(_stream_of(raw, self._device))
             with torch.cuda.stream(stream):
                 table, num_rows = batch.table, batch.num_rows
                 table.host[:num_rows].copy_(table.numbers[:num_rows], non_blocking=True)
@@ -483,6 +481,12 @@ def _place(batch: _Batch, use: Use, identity: Hashable | None) -> tuple[int, boo
     if identity is None or use.seed is not None or use.quantizer.hadamard:
         return batch.row(), True
     return batch.find((identity, id(use.quantizer)), use.binding.x)
+
+
+def _stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:
+    if raw == 0:  # torch takes 0 for none, and would make a new one
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(raw, device)  # type: ignore[no-untyped-call]
 
 
 def _head(batch: _Batch) -> torch.Tensor:

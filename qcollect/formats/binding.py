@@ -100,7 +100,7 @@ class Binding:
         """The totals of ``with_stats`` and nothing else; those of nothing are zero."""
         if self.is_trivial:
             totals.zero_()
-        else:
+        elif backends.run_with_stats(self.source, self.choices, self.encode, histograms=False, totals=totals) is None:
             self.with_stats(histograms=False, totals=totals)
 
     def measured_values(self, totals: Tensor) -> Tensor:

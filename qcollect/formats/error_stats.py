@@ -112,16 +112,12 @@ def derive_errors(totals: Sequence[float], num_elements: int) -> tuple[float | N
     sqnr_db = None
     if squares > 0 and squared_error > 0:
         sqnr_db = 10.0 * math.log10(squares / squared_error)
-    values = (squares, squared_error, max_error, squared_error / num_elements if num_elements else 0.0)
-    return (
-        *[value if math.isfinite(value) else None for value in values],
-        sqnr_db if sqnr_db is not None and math.isfinite(sqnr_db) else None,
-        int(zeroed),
-        int(clamped),
-        int(clamped_blocks),
-        int(nans),
-        int(infs),
-    )
+    mse = squared_error / num_elements if num_elements else 0.0
+    counts = (int(zeroed), int(clamped), int(clamped_blocks), int(nans), int(infs))
+    if math.isfinite(squares + squared_error + max_error):
+        return (squares, squared_error, max_error, mse, sqnr_db, *counts)
+    values = (squares, squared_error, max_error, mse, sqnr_db)
+    return (*[value if value is not None and math.isfinite(value) else None for value in values], *counts)
 
 
 def sum_in_parts(values: Tensor) -> Tensor:

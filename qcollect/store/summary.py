@@ -92,6 +92,8 @@ def derive(summary: Sequence[float]) -> tuple[float | None, ...]:
     variance = squared_deviations / num_finite
     rms = math.sqrt(mean * mean + variance)
     values = (low, high, mean, math.sqrt(variance), max(-low, high), rms, min_nonzero_abs)
+    if math.isfinite(sum(values)):
+        return (*[value + 0.0 for value in values], *counts)
     return (*[value + 0.0 if math.isfinite(value) else None for value in values], *counts)
 
 

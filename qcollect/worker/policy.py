@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qcollect.formats.binding import Binding, values_of_both
+from qcollect.formats.eager import Choices
 from qcollect.formats.quantizer import prepare
 from qcollect.formats.random import seed_of
 from qcollect.formats.resolved import Quantizer
@@ -123,6 +124,15 @@ def _quantizer(spec: QuantSpec, tensor_name: str, gemm: Gemm, axis: int) -> Quan
     )
 
 
+def _draw(
+    quantizer: Quantizer, seeds: tuple[int, int, int, str], tensor_name: str, gemm: Gemm
+) -> tuple[int | None, int]:
+    """The seeds of stochastic rounding (None: it does not round so) and of a Hadamard transform's signs."""
+    run_seed, _, _, module = seeds
+    hadamard_seed = seed_of(run_seed, "hadamard", module, gemm) if quantizer.hadamard else 0
+    return seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None, hadamard_seed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
     """One gemm's use of one operand: its quantizer bound to the original, and what was drawn and measured for it.
@@ -158,10 +168,8 @@ class Use:
             seeds: the run's, iteration, micro-batch, module. Both operands of a gemm share the signs of their
                 Hadamard transform, which stay the same all through training.
         """
-        run_seed, _, _, module = seeds
-        hadamard_seed = seed_of(run_seed, "hadamard", module, gemm) if quantizer.hadamard else 0
+        seed, hadamard_seed = _draw(quantizer, seeds, tensor_name, gemm)
         amax = quantizer.amax_of(original, hadamard_seed=hadamard_seed)
-        seed = seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None
         return cls(
             original=original,
             binding=quantizer.bind(local_of(original), amax=amax, seed=seed, hadamard_seed=hadamard_seed),
@@ -175,16 +183,16 @@ class Use:
             hadamard_seed=hadamard_seed,
         )
 
-    def under(self, quantizer: Quantizer) -> "Use":
-        """The same use by another quantizer, of this rank's part alone: nothing is asked of other ranks."""
-        return Use.of(
-            self.binding.x,
-            quantizer,
-            layer_type=self.layer_type,
-            tensor_name=self.tensor_name,
-            gemm=self.gemm,
-            seeds=self.seeds,
-        )
+    def under(self, quantizer: Quantizer, choices: Choices | None = None) -> Binding:
+        """This rank's part alone bound to another quantizer, as a use by that one would be; no other rank is asked.
+
+        Args:
+            choices: the quantizer's for such a tensor, where nothing is drawn; None: to be found.
+        """
+        if choices is not None:
+            return quantizer.rebind(self.binding.x, choices)
+        seed, hadamard_seed = _draw(quantizer, self.seeds, self.tensor_name, self.gemm)
+        return quantizer.bind(self.binding.x, seed=seed, hadamard_seed=hadamard_seed)
 
     def values(self) -> torch.Tensor:
         """The values consumed, in the dtype of the original: what is captured."""

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from qcollect.formats.eager import Choices
 from qcollect.formats.error_stats import NUM_TOTALS
 from qcollect.formats.resolved import Quantizer
 from qcollect.formats.scope import is_distributed
@@ -135,6 +136,14 @@ class _Batch:
         return row, True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Site:
+    """An operand of a gemm, of one shape: its lines, and the types it is measured under beside its own."""
+
+    template: LineTemplate
+    shadows: tuple[tuple[Quantizer, Choices | None], ...]
+
+
 class StatisticsSink:
     """A ``Sink`` of statistics.
 
@@ -175,6 +184,7 @@ class StatisticsSink:
             1 if c.gemm is None else 1 + len(shadows.get((c.layer_type, c.tensor_name, c.gemm), ())) for c in captures
         )
         self._templates: dict[Hashable, LineTemplate] = {}
+        self._sites: dict[Hashable, _Site] = {}
         self._open: dict[int, tuple[Frame, _Batch]] = {}
         self._pool: WriterPool[_Batch] | None = None
         self._error: BaseException | None = None
@@ -268,29 +278,25 @@ class StatisticsSink:
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         frame, batch = self._open[id(claim.frame)]
         planned, x = claim.planned, use.binding.x
-        shadows = self.shadows.get((planned.layer_type, planned.tensor_name, use.gemm), ())
-        template = self._operand_template(claim, use, shadows)
+        site = self._operand_site(claim, use)
         identity = identity_of(x) if planned.tensor_name in _SHARED else None
         rows = []
         if use.quantizer.is_identity:
             consumed = quantize(use)
         else:
-            row, is_new = _place(batch, use, identity)
+            row, is_new = _place(batch, use.quantizer, identity, x)
             rows.append(row)
-            consumed = self._measured(batch, row, x.device, lambda out: quantize(use, out)) if is_new else quantize(use)
-        for name, quantizer in shadows:
-            if name == use.quantizer.quant_type.name:
-                continue
-            shadow = use.under(quantizer)
-            row, is_new = _place(batch, shadow, identity)
+            consumed = self._measured(batch, row, x.device, partial(quantize, use)) if is_new else quantize(use)
+        for quantizer, choices in site.shadows:
+            row, is_new = _place(batch, quantizer, identity, x)
             rows.append(row)
             if is_new:
-                self._measured(batch, row, x.device, shadow.binding.measure)
+                self._measured(batch, row, x.device, use.under(quantizer, choices).measure)
         amax_place = None
         if use.amax is not None:
             amax_place = len(batch.amaxes)
             batch.amaxes.append(use.amax)
-        self._record(frame, batch, (template, tuple(rows), amax_place, use.seed))
+        self._record(frame, batch, (site.template, tuple(rows), amax_place, use.seed))
         return consumed
 
     def consume_both(self, claims: tuple[Claim | None, Claim | None], uses: tuple[Use, Use]) -> tuple[Operand, Operand]:
@@ -341,30 +347,37 @@ class StatisticsSink:
             self._templates[key] = template
         return template
 
-    def _operand_template(self, claim: Claim, use: Use, shadows: Sequence[tuple[str, Quantizer]]) -> LineTemplate:
+    def _operand_site(self, claim: Claim, use: Use) -> "_Site":
         x = use.binding.x
         sharding = describe_sharding(use.original) if is_distributed(use.original) else None
         key = (
             id(claim.planned), x.shape, x.dtype, x.device, claim.token_layout,
             None if sharding is None else str(sharding),
         )  # fmt: skip
-        template = self._templates.get(key)
-        if template is None:
-            quantizer = use.quantizer
-            own = () if quantizer.is_identity else (quantizer.quant_type.name,)
-            names = (*own, *(name for name, _ in shadows if name not in own))
-            consumer = use.describe(torch.zeros((), dtype=torch.int64))
-            metadata = self._metadata(claim, sharding, consumers=[{"gemm": use.gemm}])
-            template = LineTemplate(
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = self._make_site(claim, use, sharding)
+        return site
+
+    def _make_site(self, claim: Claim, use: Use, sharding: dict[str, Any] | None) -> "_Site":
+        x, planned, quantizer = use.binding.x, claim.planned, use.quantizer
+        own = () if quantizer.is_identity else (quantizer.quant_type.name,)
+        shadows = self.shadows.get((planned.layer_type, planned.tensor_name, use.gemm), ())
+        others = [(name, shadow) for name, shadow in shadows if name not in own]
+        names = (*own, *(name for name, _ in others))
+        consumer = use.describe(torch.zeros((), dtype=torch.int64))
+        metadata = self._metadata(claim, sharding, consumers=[consumer])
+        return _Site(
+            template=LineTemplate(
                 text=operand_text(metadata, consumer, _describe(x, requires_grad=False, is_leaf=True), names),
-                want=want_key(claim.planned),
-                num_elements=prod(x.shape),
+                want=want_key(planned),
+                num_elements=x.numel(),
                 num_types=len(names),
                 is_quantized=bool(own),
                 quantizer=None if use.amax is None else quantizer,
-            )
-            self._templates[key] = template
-        return template
+            ),
+            shadows=tuple((shadow, None if _draws(shadow) else shadow.choices_for(x)) for _, shadow in others),
+        )
 
     def _metadata(
         self, claim: Claim, sharding: dict[str, Any] | None, consumers: Sequence[dict[str, Any]] = ()
@@ -475,12 +488,15 @@ class StatisticsSink:
         self.num_bytes += len(content)
 
 
-def _place(batch: _Batch, use: Use, identity: Hashable | None) -> tuple[int, bool]:
-    """The row of a use's errors, and whether they are still to be measured."""
-    # what is drawn for a use depends on its module
-    if identity is None or use.seed is not None or use.quantizer.hadamard:
+def _place(batch: _Batch, quantizer: Quantizer, identity: Hashable | None, x: torch.Tensor) -> tuple[int, bool]:
+    """The row of an operand's errors under a type, and whether they are still to be measured."""
+    if identity is None or _draws(quantizer):  # what is drawn depends on the module
         return batch.row(), True
-    return batch.find((identity, id(use.quantizer)), use.binding.x)
+    return batch.find((identity, id(quantizer)), x)
+
+
+def _draws(quantizer: Quantizer) -> bool:
+    return quantizer.hadamard is not None or quantizer.is_stochastic
 
 
 def _stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:

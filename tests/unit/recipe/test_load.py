@@ -329,7 +329,7 @@ def test_override_values_are_read_as_yaml(write_recipe: Write) -> None:
 
 def test_override_of_a_section_replaces_it(write_recipe: Write) -> None:
     capture = load_with(write_recipe, "capture={target: 3}").capture
-    assert (capture.target, capture.values) == (3, "original")
+    assert (capture.target, capture.chosen_values) == (3, "original")
 
 
 def test_checkpoint_is_exchanged_for_random_weights_by_overrides(write_recipe: Write) -> None:
@@ -364,7 +364,7 @@ def test_path_in_an_override_is_taken_as_it_stands(write_recipe: Write) -> None:
         ("capture.target", "--set 'capture.target': must be key=value, like capture.target=100"),
         ("=3", "--set '=3': must be key=value, like capture.target=100"),
         ("capture.target=[1", "--set capture.target: not valid YAML: "),
-        ("capture.target=", "--set capture.target: capture.target is null; must be a whole number"),
+        ("train.iterations=", "--set train.iterations: train.iterations is null; must be a whole number"),
         ("capture={target: 1, target: 2}", "--set capture: duplicate key 'target', first on line 1"),
         ("capture.values=bth",
          "--set capture.values: capture.values is 'bth'; known: original, quantized, both. Did you mean 'both'?"),

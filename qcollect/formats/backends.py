@@ -51,10 +51,12 @@ def run_with_stats(
 ) -> tuple[Tensor, ErrorStats] | None:
     """The values of ``x`` and their statistics in one pass; None where that is not possible.
 
+    The values of a cast may differ from torch's own in the bits of a NaN.
+
     Args:
         totals: (8,) float64 on the device of ``x``, written if it is given.
     """
-    if x.device.type == "cpu" or not triton_launch.supports(x, choices):
+    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     stats = triton_launch.run_with_stats(

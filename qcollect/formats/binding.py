@@ -85,6 +85,8 @@ class Binding:
             what = "quantizes nothing" if entry.element is None else f"got a tensor of shape {tuple(x.shape)}"
             raise FormatError(f"{entry.name} {what}: there is no error to measure.")
         found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=histograms, totals=totals)
+        if found is not None and entry.element.is_cast:
+            return self.values(out), found[1]
         if found is not None:
             values = found[0].view(x.shape)
             return (values.to(x.dtype) if out is None else out.copy_(values)), found[1]

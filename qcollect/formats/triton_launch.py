@@ -98,6 +98,16 @@ def supports(x: Tensor, choices: Choices) -> bool:
     return power_of_two_above(rows) * power_of_two_above(width) <= _MAX_BLOCK_ELEMENTS
 
 
+def supports_stats(x: Tensor, choices: Choices) -> bool:
+    """Whether ``run_with_stats`` can count what becomes of ``x``; of a cast, whose NaN are torch's own, only the counts."""
+    entry, element = choices.quant_type, choices.quant_type.element
+    if element is None or not element.is_cast:
+        return supports(x, choices)
+    is_own = element.torch_dtype is not None and x.dtype == getattr(torch, element.torch_dtype)
+    can_round = is_own or is_expressible(element, entry.scale_format)
+    return can_round and choices.block_size is None and x.dtype in _DTYPES and _is_on_device(x)
+
+
 def supports_both(x: Tensor, last: Choices, first: Choices) -> bool:
     """Whether ``run_both`` can read ``x`` once for the two."""
     if x.dim() != 2 or not (supports(x, last) and supports(x, first)):

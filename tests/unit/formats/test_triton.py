@@ -10,6 +10,8 @@ from quantization_paths import why_not_interpreted
 
 from qcollect.formats import triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.formats.error_stats import NUM_TOTALS
+from qcollect.formats.quantizer import Quantizer
 from qcollect.formats.scales import tensor_amax
 
 if why_not_interpreted():
@@ -75,6 +77,22 @@ def test_both_orientations_where_scales_stop_being_moderate(name: str, exponent:
 @pytest.mark.parametrize("part", range(8))
 def test_statistics_are_those_of_float64(part: int) -> None:
     gpu.check_stats("cpu", part, 8)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_what_a_cast_does_to_all_numbers_of_its_own_dtype_is_counted(name: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+    choices = gpu.make_choices(QUANT_TYPES[name], x)
+    assert triton_launch.supports_stats(x, choices)
+    totals = torch.empty(NUM_TOTALS, dtype=torch.float64)
+    found = triton_launch.run_with_stats(
+        x, torch.empty_like(x), choices, None, with_tensor_scale=True, histograms=False, totals=totals
+    )
+    assert found.totals is totals
+    expected = Quantizer.create(name).bind(x).with_stats(histograms=False)[1].totals.tolist()
+    assert totals[0].item() == pytest.approx(expected[0], rel=1e-6)
+    assert totals[1:].tolist() == expected[1:]
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", "hifp8"])

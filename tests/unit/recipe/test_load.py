@@ -157,8 +157,8 @@ def test_all_errors_are_listed_in_the_order_of_the_file_then_of_the_overrides(re
          "capture.operations: 'sideways' matches nothing; there are: forward, backward"),
         ("capture: {tensor_names: [querry]}",
          "capture.tensor_names: 'querry' matches nothing; did you mean 'query' or 'grad_query'?"),
-        ("capture: {mode: stats, target: 9}", "capture.target is 9, and capture.mode stats takes everything its selectors "
-         "leave; leave it out (capture.target=null), and bound the run by train.iterations"),
+        ("capture: {mode: stats, target: 9}", "capture.target is 9, and capture.mode stats takes everything its "
+         "selectors leave; leave it out (capture.target=null), and bound the run by train.iterations"),
         ("capture: {mode: stats, scales: true}",
          "capture.scales is True, and with capture.mode stats no file has it; leave it out"),
         ("capture: {mode: stats, durability: file}",

@@ -99,7 +99,7 @@ def supports(x: Tensor, choices: Choices) -> bool:
 
 
 def supports_stats(x: Tensor, choices: Choices) -> bool:
-    """Whether ``run_with_stats`` can count what becomes of ``x``; of a cast, whose NaN are torch's own, only the counts."""
+    """Whether ``run_with_stats`` can count what becomes of ``x``; of a cast only the counts."""
     entry, element = choices.quant_type, choices.quant_type.element
     if element is None or not element.is_cast:
         return supports(x, choices)

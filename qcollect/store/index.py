@@ -52,7 +52,7 @@ class Capture:
             m = self.metadata
             raise CaptureError(
                 f"rank {m['rank']} iteration {m['iteration']} {m['module']} {m['tensor_name']}: statistics only, there "
-                "is no tensor (capture.mode stats); see .tensor_info and .errors, or capture it with capture.mode tensors"
+                "is no tensor (capture.mode stats); see .tensor_info and .errors, or capture with capture.mode tensors"
             )
         return load(self.path)
 

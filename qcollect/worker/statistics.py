@@ -215,6 +215,9 @@ class StatisticsSink:
         self._pool = WriterPool(1, self._write)
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:
+        if not self.is_open:  # the rank has its share: what is wanted is to be compared, and nothing follows
+            frame.wanted.clear()
+            return
         moment = {
             "sample_idx": frame.sample_idx,
             "num_samples": frame.num_samples,

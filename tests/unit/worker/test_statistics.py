@@ -193,6 +193,30 @@ def test_q_k_and_v_share_the_measurement_of_their_input(train, tmp_path, monkeyp
     assert len(measured) == 2 * 4
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_forwards_give_the_lines_of_the_run_without(make_llama, tokens, tmp_path, use_reentrant):
+    def train(name, prepare):
+        STATE.clear()
+        model = prepare(make_llama(num_hidden_layers=2))
+        ids = tokens(2, 6)
+        with qcollect.collect(model, "mxfp4", tmp_path / name, mode="stats", num_iterations=1, shadow=["hifp8"]) as run:
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert run.step()
+        return by_key(tmp_path / name)
+
+    def checkpointed(model):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    plain, recomputing = train("plain", lambda model: model), train("recomputing", checkpointed)
+    assert plain.keys() == recomputing.keys()
+    for key, capture in recomputing.items():
+        assert capture.errors == plain[key].errors
+        names = plain[key].tensor_info.keys() - {"requires_grad", "is_leaf"}
+        assert all(capture.tensor_info[name] == plain[key].tensor_info[name] for name in names)
+
+
 def test_a_value_that_changes_in_place_afterwards_was_measured_before(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
     x = torch.randn(4, 8, requires_grad=True)

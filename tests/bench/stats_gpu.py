@@ -14,12 +14,14 @@ taps and nothing else of ``collect``:
     shadow1    both, and one type beside (--shadow names them, in order)
     shadow2    two types
     shadow3    three types
+    check      no time: of the first layer, in deterministic mode, every number of a line against the tensor that mode
+               ``tensors`` captures, and its errors by the formats' own interface on the device
 
 Pairs are interleaved, which comes first alternates, and the models change places half way. ``ratio`` is the median of
 the pairs' ratios with its bootstrap interval (95 %), until the device is done; ``host_ratio`` until ``step`` has
 returned. ``waited_s`` is how long training waited for lines to be written, ``lines`` how many a micro-batch has. The
 bounds: 1.15 quantized, 1.5 both, and 0.15 for each type beside (``more`` is the difference to the part before). The
-exit code is 1 if a line is missing, never because of a time.
+exit code is 1 if a line is missing or wrong, never because of a time.
 """
 
 import argparse
@@ -33,17 +35,20 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("RANK", "0")
 
 import torch
 from torch import nn
 
 import qcollect
+from qcollect.formats.quantizer import Quantizer, bind_consumer
 from qcollect.paths import RunPaths
 from qcollect.recipe.load import load_recipe
 from qcollect.recipe.records import QuantSpec
@@ -110,6 +115,42 @@ def run_part(bench: Bench, name: str, settings: dict[str, Any]) -> dict[str, Any
     }
 
 
+def run_check(bench: Bench, shadow: tuple[str, ...]) -> dict[str, Any]:
+    model, common = bench.models[0], {"layers": [0], "num_iterations": 1}
+    torch.use_deterministic_algorithms(True)
+    try:
+        for name, settings in (
+            ("tensors", {"target": 50}),
+            ("stats", {"mode": "stats", "shadow": [name for name in shadow if name != "hifp8"]}),
+        ):
+            with qcollect.collect(model, bench.quant_type, bench.folder / name, **common, **settings) as run:
+                bench.iterate(model)
+                run.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    files = {capture.key: capture for capture in qcollect.open_run(bench.folder / "tensors")}
+    lines = qcollect.open_run(bench.folder / "stats")
+    wrong = []
+    for line in lines:
+        file = files[replace(line.key, values="original", gemm=None)]
+        if line.key.gemm is None:
+            is_right = line.tensor_info == file.tensor_info
+        else:
+            (entry,) = line.metadata["consumers"]
+            original = file.load().to(bench.device).reshape(entry["shape"])
+            own = bind_consumer(original, entry).with_stats(histograms=False)[1].describe()
+            is_right = line.errors[entry["quant_type"]] == own and all(
+                errors == Quantizer.create(name, axis=entry["axis"]).apply_with_stats(original)[1].describe()
+                for name, errors in line.errors.items()
+                if name != entry["quant_type"]
+            )
+        if not is_right:
+            wrong.append(f"{line.key.module} {line.key.tensor_name} {line.key.gemm}")
+    for name in ("tensors", "stats"):
+        shutil.rmtree(bench.folder / name)
+    return {"lines": len(lines), "num_missing": 95 - len(lines) + len(wrong), "wrong": wrong}
+
+
 def time_pairs(
     bench: Bench, collected: nn.Module, bare: nn.Module, num_pairs: int, name: str, settings: dict[str, Any]
 ) -> tuple[list[tuple[tuple[float, float], tuple[float, float]]], dict[str, Any]]:
@@ -165,7 +206,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="a folder of the disk to write to (the system's temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    parts = parts_of(tuple(arguments.shadow))
+    parts = parts_of(tuple(arguments.shadow)) | {"check": {}}
     unknown = set(arguments.parts or ()) - set(parts)
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; known: {', '.join(parts)}")
@@ -183,6 +224,10 @@ def main() -> int:
         before = "both"
         for part in arguments.parts or parts:
             started_s = time.monotonic()
+            if part == "check":
+                facts[part] = found = run_check(bench, tuple(arguments.shadow))
+                print(f"{part:10} {found['lines']} lines, wrong: {', '.join(found['wrong']) or 'none'}", flush=True)
+                continue
             facts[part] = found = run_part(bench, part, parts[part])
             if part.startswith("shadow"):
                 found["more"] = found["ratio"] - facts[before]["ratio"] if before in facts else None
@@ -198,7 +243,7 @@ def main() -> int:
             if arguments.json:
                 arguments.json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     num_missing = sum(found["num_missing"] for found in facts.values() if isinstance(found, dict))
-    print("no line is missing" if not num_missing else f"WRONG: {num_missing} lines are missing")
+    print("all lines are right" if not num_missing else f"WRONG: {num_missing} lines are missing or wrong")
     return int(num_missing > 0)
 
 

@@ -62,7 +62,7 @@ def decide(plan: Plan, *, overwrite: bool) -> Member:
         return Member(plan=plan, action=Action.REDO)
     stored = read_json(paths.plan_path)
     check_same_run(paths.run_dir, stored, plan)
-    return Member(plan=plan, action=Action.SKIP if is_complete(paths, plan.schedule.target) else Action.RESUME)
+    return Member(plan=plan, action=Action.SKIP if is_complete(paths, plan.schedule) else Action.RESUME)
 
 
 def run_sweep(

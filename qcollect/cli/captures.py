@@ -24,6 +24,8 @@ DEFAULT_COLUMNS = (
     "rank", "iteration", "layer_idx", "module", "operation", "phase", "tensor_name", "gemm", "shape", "dtype",
     "abs_max", "bytes", "file",
 )  # fmt: skip
+# of captures without files
+STATISTICS_COLUMNS = tuple(name for name in DEFAULT_COLUMNS if name not in ("bytes", "file"))
 # what a person misses least, on a terminal that is too narrow for all
 _DISPENSABLE = ("file", "dtype", "bytes", "iteration", "gemm", "shape", "abs_max", "phase")
 # rich takes a tenth of a millisecond a cell
@@ -105,7 +107,11 @@ def _warn_of_damage(captures: "Captures") -> None:
 
 
 def _default_columns(captures: "Captures") -> list[str]:
-    return [*(["run"] if len(captures.folders) > 1 else []), *DEFAULT_COLUMNS]
+    first = next(captures.select([], ["file"]), None)
+    columns = [*(["run"] if len(captures.folders) > 1 else [])]
+    if first is None or first.values[0] is not None:
+        return [*columns, *DEFAULT_COLUMNS]
+    return [*columns, *STATISTICS_COLUMNS, *(name for name in captures.fields if name.endswith(".sqnr_db"))]
 
 
 def _split(text: str | None) -> list[str]:
@@ -333,6 +339,7 @@ def verify(
 
 
 def _verify_folder(paths: "RunPaths", repair: bool, json: bool) -> dict[str, Any]:
+    from qcollect.store.examine import statistics_records
     from qcollect.store.verify import after_repair, count_planned, judge
 
     planned, fault = _read_plan(paths)
@@ -348,6 +355,7 @@ def _verify_folder(paths: "RunPaths", repair: bool, json: bool) -> dict[str, Any
         "run_dir": str(paths.run_dir),
         "is_active": is_active,
         "num_files": len(found.files),
+        "num_statistics": len(statistics_records(found.lines)),
         "num_bytes": found.num_bytes,
         "num_strangers": found.num_strangers,
         "target": None if planned is None else len(planned),
@@ -366,7 +374,8 @@ def _print_report(report: dict[str, Any], actions: "Sequence[Action]", findings:
     target = "" if report["target"] is None else f", {report['num_planned']:,} of {report['target']:,} planned"
     verdict = f"{len(findings):,} finding(s)" if findings else "all is well"
     active = " so far (the run goes on)" if report["is_active"] else ""
-    files = f"{report['num_files']:,} files, {report['num_bytes']:,} bytes{target}"
+    lines = f", {report['num_statistics']:,} lines of statistics" if report["num_statistics"] else ""
+    files = f"{report['num_files']:,} files, {report['num_bytes']:,} bytes{lines}{target}"
     typer.echo(_cell(f"{report['run_dir']}: {files}: {verdict}{active}"))
     if report["num_strangers"]:
         note(f"{report['run_dir']}: left alone {report['num_strangers']:,} .pt file(s) that have no capture's name")

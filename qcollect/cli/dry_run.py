@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import typer
@@ -23,11 +24,13 @@ def print_plans(plans: Sequence[Plan], *, as_json: bool) -> None:
         for line in describe_plan(plan):
             typer.echo(line)
         typer.echo()
-    total_files = sum(plan.schedule.target for plan in plans)
+    total_files = sum(plan.schedule.num_files for plan in plans)
+    total_lines = sum(plan.schedule.target for plan in plans) - total_files
     total_bytes = sum(plan.schedule.num_bytes() for plan in plans)
+    lines = f"{_count(total_lines, 'line')} of statistics, " if total_lines else ""
     typer.echo(
-        f"in total: {_count(len(plans), 'run')}, {_count(total_files, 'file')}, about {format_bytes(total_bytes)}; "
-        "nothing was started"
+        f"in total: {_count(len(plans), 'run')}, {_count(total_files, 'file')}, {lines}"
+        f"about {format_bytes(total_bytes)}; nothing was started"
     )
 
 
@@ -51,7 +54,15 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield "schedule:"
     yield from (f"  {line}" for line in _describe_schedule(plan))
     yield f"left in high precision: {', '.join(_summarize(plan.excluded))}"
-    yield f"files: {plan.schedule.target:,}, about {format_bytes(plan.schedule.num_bytes())}"
+    yield from _describe_size(plan)
+
+
+def _describe_size(plan: Plan) -> Iterator[str]:
+    num_bytes = format_bytes(plan.schedule.num_bytes())
+    if plan.schedule.leaves_files:
+        yield f"files: {plan.schedule.target:,}, about {num_bytes}"
+    else:
+        yield f"files: 0; lines of statistics in the manifests: {plan.schedule.target:,}, about {num_bytes}"
 
 
 def describe_device(device: RankDevice) -> str:
@@ -77,10 +88,25 @@ def _describe_schedule(plan: Plan) -> Iterator[str]:
         members = list(group)
         name = f"rank {members[0]}" if len(members) == 1 else f"ranks {members[0]} to {members[-1]}"
         yield f"{name}: {_count(plan.schedule.share(members[0]), 'capture')}{' each' if len(members) > 1 else ''}"
-        for cut in plan.schedule.cuts[members[0]]:
+        cuts = plan.schedule.cuts[members[0]]
+        if cuts and not plan.schedule.leaves_files:
+            yield from _describe_whole(plan, cuts)
+            continue
+        for cut in cuts:
             iteration = cut.iteration if trigger is None else f"T+{1 + cut.iteration}"
             yield f"  iteration {iteration}, micro-batch {cut.micro_batch}: {_count(cut.count, 'capture')}"
             yield from (f"    {line}" for line in _describe_cut(plan.schedule.captures, cut))
+
+
+def _describe_whole(plan: Plan, cuts: Sequence[Cut]) -> Iterator[str]:
+    """Of cuts that all take the whole list: how many there are, and the list once."""
+    iterations = list(dict.fromkeys(cut.iteration for cut in cuts))
+    span = f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else str(iterations[0])
+    yield (
+        f"  {_count(len(iterations), 'iteration')} ({span}), {_count(len(cuts), 'micro-batch', 'micro-batches')} "
+        f"with {_count(cuts[0].count, 'line')} of statistics each"
+    )
+    yield from (f"    {line}" for line in _describe_cut(plan.schedule.captures, replace(cuts[0], start=0)))
 
 
 def _describe_cut(captures: Sequence[PlannedCapture], cut: Cut) -> Iterator[str]:

@@ -199,7 +199,7 @@ def _complete_already(plan: Any) -> Any:
 
     paths, target = RunPaths(plan.run_dir), plan.schedule.target
     check_same_run(plan.run_dir, read_json(paths.plan_path), plan)
-    if not is_complete(paths, target):
+    if not is_complete(paths, plan.schedule):
         return None
     return Outcome(state=RunState.COMPLETED, exit_code=ExitCode.OK, reason=f"complete already: {target} captures")
 

@@ -47,13 +47,22 @@ def run_both(
 
 
 def run_with_stats(
-    x: Tensor, choices: Choices, encode: Tensor | None, *, histograms: bool
+    x: Tensor, choices: Choices, encode: Tensor | None, *, histograms: bool, totals: Tensor | None = None
 ) -> tuple[Tensor, ErrorStats] | None:
-    """The values of ``x`` and their statistics in one pass; None where that is not possible."""
-    if x.device.type == "cpu" or not triton_launch.supports(x, choices):
+    """The values of ``x`` and their statistics in one pass; None where that is not possible.
+
+    The values of a cast may differ from torch's own in the bits of a NaN.
+
+    Args:
+        totals: (8,) float64 on the device of ``x``, written if it is given.
+    """
+    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return out, triton_launch.run_with_stats(x, out, choices, encode, with_tensor_scale=True, histograms=histograms)
+    stats = triton_launch.run_with_stats(
+        x, out, choices, encode, with_tensor_scale=True, histograms=histograms, totals=totals
+    )
+    return out, stats
 
 
 def find_amax(x: Tensor, tensor_scale: TensorScale) -> Tensor:

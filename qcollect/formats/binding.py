@@ -3,7 +3,7 @@
 ``backends`` chooses the way each is computed; what it has none for goes step by step (``eager``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,13 +72,21 @@ class Binding:
             return found[1].totals[TOTALS.index("num_clamped")]  # as it is: another launch would make it an integer
         return (self._rounded().blocks.values.abs_() > element.max_value).sum()
 
-    def with_stats(self, out: Tensor | None = None, *, histograms: bool) -> tuple[Tensor, ErrorStats]:
-        """``values`` and what was done to ``source``, see ``Quantizer.apply_with_stats``."""
+    def with_stats(
+        self, out: Tensor | None = None, *, histograms: bool, totals: Tensor | None = None
+    ) -> tuple[Tensor, ErrorStats]:
+        """``values`` and what was done to ``source``, see ``Quantizer.apply_with_stats``.
+
+        Args:
+            totals: (8,) float64 that ``ErrorStats.totals`` is written to; None: one of its own.
+        """
         entry, x = self.choices.quant_type, self.x
         if entry.element is None or self.is_trivial:
             what = "quantizes nothing" if entry.element is None else f"got a tensor of shape {tuple(x.shape)}"
             raise FormatError(f"{entry.name} {what}: there is no error to measure.")
-        found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=histograms)
+        found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=histograms, totals=totals)
+        if found is not None and entry.element.is_cast:
+            return self.values(out), found[1]
         if found is not None:
             values = found[0].view(x.shape)
             return (values.to(x.dtype) if out is None else out.copy_(values)), found[1]
@@ -87,7 +95,29 @@ class Binding:
         clamped_blocks = clamped.any(dim=scaled.blocks.dims) if scaled.blocks.dims else clamped.any()
         values = self._finished(scaled, out, with_tensor_scale=True)
         codes = scale_codes(scaled, self.choices)
-        return values, measure(self.source, values, clamped, clamped_blocks, scale_codes=codes, histograms=histograms)
+        stats = measure(self.source, values, clamped, clamped_blocks, scale_codes=codes, histograms=histograms)
+        return values, stats if totals is None else replace(stats, totals=totals.copy_(stats.totals))
+
+    def measure(self, totals: Tensor) -> None:
+        """The totals of ``with_stats`` and nothing else; those of nothing are zero."""
+        if self.is_trivial:
+            totals.zero_()
+        elif backends.run_with_stats(self.source, self.choices, self.encode, histograms=False, totals=totals) is None:
+            self.with_stats(histograms=False, totals=totals)
+
+    def measured_values(self, totals: Tensor) -> Tensor:
+        """``values``, and ``measure`` in the same pass."""
+        if self.is_trivial:
+            totals.zero_()
+            return self.values()
+        return self.with_stats(histograms=False, totals=totals)[0]
+
+    def measured_operand(self, totals: Tensor) -> Tensor:
+        """``operand``, and ``measure``: in one pass, unless the type has a scale that an operand leaves out."""
+        if not self.choices.quant_type.has_tensor_scale:
+            return self.measured_values(totals)
+        self.measure(totals)
+        return self.operand()
 
     def _values(self, out: Tensor | None, *, with_tensor_scale: bool) -> Tensor:
         x, source = self.x, self.source

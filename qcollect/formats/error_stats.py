@@ -1,5 +1,7 @@
 """What quantization does to a tensor, counted: errors, zeros made, values clamped, exponents, scale codes."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,7 @@ TOTALS = (
     "num_inf",
 )
 NUM_TOTALS = len(TOTALS)
+ERRORS = (*TOTALS[:3], "mse", "sqnr_db", *TOTALS[3:])
 _PART = 4096
 
 
@@ -80,6 +83,10 @@ class ErrorStats:
         """Of ``x``, 0-dim int64."""
         return self.totals[7].to(torch.int64)
 
+    def describe(self) -> dict[str, int | float | None]:
+        """``describe_totals``; waits for the device."""
+        return describe_totals(self.totals.tolist(), self.num_elements)
+
     def to_dict(self) -> dict[str, int | float | list[int] | None]:
         """JSON-ready; waits for the device."""
         totals = zip(TOTALS, self.totals.tolist(), strict=True)
@@ -89,6 +96,28 @@ class ErrorStats:
             "exponent_counts": _as_list(self.exponent_counts),
             "scale_counts": _as_list(self.scale_counts),
         }
+
+
+def describe_totals(totals: Sequence[float], num_elements: int) -> dict[str, int | float | None]:
+    """What ``ERRORS`` names, JSON-ready: ``TOTALS``, the squared error's mean over all elements, signal to noise in dB.
+
+    ``sqnr_db`` is None without an error, and without a signal. A sum that float64 cannot hold is None too.
+    """
+    return dict(zip(ERRORS, derive_errors(totals, num_elements), strict=True))
+
+
+def derive_errors(totals: Sequence[float], num_elements: int) -> tuple[float | None, ...]:
+    """What ``ERRORS`` names, see ``describe_totals``."""
+    squares, squared_error, max_error, zeroed, clamped, clamped_blocks, nans, infs = totals
+    sqnr_db = None
+    if squares > 0 and squared_error > 0:
+        sqnr_db = 10.0 * math.log10(squares / squared_error)
+    mse = squared_error / num_elements if num_elements else 0.0
+    counts = (int(zeroed), int(clamped), int(clamped_blocks), int(nans), int(infs))
+    if math.isfinite(squares + squared_error + max_error):
+        return (squares, squared_error, max_error, mse, sqnr_db, *counts)
+    values = (squares, squared_error, max_error, mse, sqnr_db)
+    return (*[value if value is not None and math.isfinite(value) else None for value in values], *counts)
 
 
 def sum_in_parts(values: Tensor) -> Tensor:

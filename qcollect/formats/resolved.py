@@ -245,6 +245,15 @@ class Quantizer:
         source = self._rotated(x, hadamard_seed)
         return Binding(x=x, source=source, choices=choices, encode=self._encode_of(source, scale, amax))
 
+    def rebind(self, x: Tensor, choices: Choices) -> Binding:
+        """``bind`` without a look at the arguments.
+
+        Args:
+            x: without grad.
+            choices: ``choices_for`` a tensor of this shape and dtype; with no Hadamard transform.
+        """
+        return Binding(x=x, source=x, choices=choices, encode=self._encode_of(x, None, None))
+
     def choices_for(self, x: Tensor, seed: int = 0) -> Choices:
         """``choices`` for a tensor of this shape and dtype; its values are not looked at.
 

@@ -57,6 +57,7 @@ class Rule:
         micro_sizes, micro_thresholds: of one-bit exponents inside a block.
         has_encode: whether the whole tensor has a factor.
         restores_encode: whether the result is divided by it again.
+        is_exact: whether the numbers are the element's own, which no rounding alters.
     """
 
     lowest_bits: int
@@ -84,6 +85,7 @@ class Rule:
     hybrid_num_ones: int
     half_away_bound: int
     tiny_exponent: int
+    is_exact: bool
     has_blocks: bool
     can_be_short: bool
     can_be_paired: bool
@@ -216,6 +218,7 @@ def make_rule(choices: Choices, dtype: torch.dtype, *, has_encode: bool, with_te
     can_be_short = can_be_short and element.min_exponent >= -_MAX_MODERATE_EXPONENT
     can_be_short = can_be_short and element.max_exponent <= _MAX_MODERATE_EXPONENT
     return Rule(
+        is_exact=element.is_cast and not has_encode and dtype == getattr(torch, element.torch_dtype or "", None),
         lowest_bits=_exponent_field(element.min_exponent),
         # one binade above the maximum: whatever is there is beyond it in any spacing
         highest_bits=_exponent_field(element.max_exponent + 1),

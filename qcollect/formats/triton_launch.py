@@ -34,7 +34,7 @@ _MAX_BLOCK_ELEMENTS = 4096
 _MAX_WARP_ELEMENTS = 2048
 # Programs of the kernels that add up; the same number on every device, so that sums are the same too.
 _NUM_PROGRAMS = 4096
-_NUM_STATS_PROGRAMS = {"stats": 2112, "histograms": 3168}  # what fits on an H200, once and twice
+_NUM_STATS_PROGRAMS = 2112
 _AMAX_BYTES = 8192
 _MAX_STEPS_OF_ONE = 4  # up to which one program alone is faster than several and another launch
 _FINISH_SIZE = 4096
@@ -56,9 +56,9 @@ _TILE_SIZES = {
     ("stats", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
     ("stats", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
     ("stats", True, 4): TileSize(elements=2048, num_warps=2),
-    ("histograms", False, 2): TileSize(elements=1024, num_warps=1, max_registers=168),
-    ("histograms", False, 4): TileSize(elements=512, num_warps=1, max_registers=168),
-    ("histograms", True, 2): TileSize(elements=1024, num_warps=1, max_registers=168),
+    ("histograms", False, 2): TileSize(elements=1024, num_warps=1),
+    ("histograms", False, 4): TileSize(elements=512, num_warps=1),
+    ("histograms", True, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", True, 4): TileSize(elements=1024, num_warps=1),
 }
 
@@ -96,6 +96,16 @@ def supports(x: Tensor, choices: Choices) -> bool:
         return True
     _, rows, width = as_outer_rows_columns(x, choices)
     return power_of_two_above(rows) * power_of_two_above(width) <= _MAX_BLOCK_ELEMENTS
+
+
+def supports_stats(x: Tensor, choices: Choices) -> bool:
+    """Whether ``run_with_stats`` can count what becomes of ``x``; of a cast only the counts."""
+    entry, element = choices.quant_type, choices.quant_type.element
+    if element is None or not element.is_cast:
+        return supports(x, choices)
+    is_own = element.torch_dtype is not None and x.dtype == getattr(torch, element.torch_dtype)
+    can_round = is_own or is_expressible(element, entry.scale_format)
+    return can_round and choices.block_size is None and x.dtype in _DTYPES and _is_on_device(x)
 
 
 def supports_both(x: Tensor, last: Choices, first: Choices) -> bool:
@@ -149,13 +159,20 @@ def run_both(
 
 
 def run_with_stats(
-    x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool, histograms: bool
+    x: Tensor,
+    out: Tensor,
+    choices: Choices,
+    encode: Tensor | None,
+    *,
+    with_tensor_scale: bool,
+    histograms: bool,
+    totals: Tensor | None = None,
 ) -> ErrorStats:
-    """``run``, and what it does to the tensor, counted in the same pass."""
+    """``run``, and what it does to the tensor, counted in the same pass; ``totals`` is written, if it is given."""
     x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "histograms" if histograms else "stats")
     shares = torch.empty(_SHARE_SIZE * plan.num_programs, dtype=torch.float64, device=x.device)
-    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device)
+    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device) if totals is None else totals
     bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals
     tensors = (x, out, x if encode is None else encode, shares, bins)
     _launch("quantize_stats_kernel", plan, tensors, _seed(choices))
@@ -257,7 +274,7 @@ def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool
         geometry = cut(shape, rows, width, size, x.element_size(), in_pairs=in_pairs)
         sizes, num_tiles, num_programs = _sizes(geometry), geometry.num_tiles, geometry.num_tiles
         if is_counted:
-            num_programs = min(num_tiles, max(_NUM_STATS_PROGRAMS[purpose], -(-num_tiles // _MAX_TILES)))
+            num_programs = min(num_tiles, max(_NUM_STATS_PROGRAMS, -(-num_tiles // _MAX_TILES)))
             sizes = (*sizes, num_tiles)
         plan = _Plan(
             kept=(choices.quant_type, choices.source),

@@ -378,7 +378,10 @@ def quantize_tile(values, amax, places, tensor_encode, seed_low, seed_high, RULE
     random = 0.0
     if RULE.is_stochastic:
         random = _random_fractions(places, seed_low, seed_high)
-    rounded = _round(values, random, RULE)
+    if RULE.is_exact:
+        rounded = tl.abs(values)
+    else:
+        rounded = _round(values, random, RULE)
     if RULE.has_limit_from:
         is_limited = tl.abs(values) >= RULE.limit_from
     else:

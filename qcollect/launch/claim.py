@@ -31,6 +31,7 @@ from qcollect.monitor.snapshot import read_snapshot
 from qcollect.paths import DISPLACED_PREFIX, STATE_DIR_NAME, TEMPORARY_SUFFIX, RunPaths, temporary_path
 from qcollect.plan.difference import describe_difference, first_difference
 from qcollect.plan.record import Plan
+from qcollect.plan.schedule import Schedule
 from qcollect.store.files import locked_folder, read_json, write_json_atomic
 from qcollect.store.folder import capture_dirs, is_inside, pt_files, temporaries
 from qcollect.store.manifest import read_manifest
@@ -149,10 +150,10 @@ def check_same_run(run_dir: Path, stored: dict[str, Any] | None, plan: Plan) -> 
     raise OutputError(f"{run_dir} holds a run {what}; choose another --out, or replace it with --overwrite")
 
 
-def is_complete(paths: RunPaths, target: int) -> bool:
-    """Whether the manifests list the whole target and the files are there."""
+def is_complete(paths: RunPaths, schedule: Schedule) -> bool:
+    """Whether the manifests list all captures of the schedule and the files are there."""
     run = read_snapshot(paths, time.time())
-    return not run.state.is_active and run.captured == target <= run.num_files
+    return not run.state.is_active and run.captured == schedule.target and run.num_files >= schedule.num_files
 
 
 def _describe(record: RunRecord | None) -> str:
@@ -290,7 +291,7 @@ def _named_files(state_dir: Path) -> Iterator[Path]:
     names = RunPaths(state_dir.parent)
     for manifest in sorted((state_dir / names.manifest_dir.name).glob("*.jsonl")):
         for record in read_manifest(manifest):
-            if is_inside(record.file):
+            if record.file is not None and is_inside(record.file):
                 yield names.run_dir / record.file
 
 

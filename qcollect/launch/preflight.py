@@ -158,17 +158,17 @@ def count_files(plan: Plan) -> int:
     """The inodes a run takes: captures, what stands beside them, and folders."""
     iterations = {cut.iteration for cuts in plan.schedule.cuts for cut in cuts}
     folders = len(iterations) if plan.recipe.capture.layout == BY_ITERATION else 0
-    return plan.schedule.target + folders + STATE_FILES + STATE_FILES_PER_RANK * plan.world_size
+    return plan.schedule.num_files + folders + STATE_FILES + STATE_FILES_PER_RANK * plan.world_size
 
 
 def find_layout(plan: Plan) -> list[Finding]:
     """A folder of more files than tools like to list."""
-    if plan.recipe.capture.layout == BY_ITERATION or plan.schedule.target <= MANY_FILES:
+    if plan.recipe.capture.layout == BY_ITERATION or plan.schedule.num_files <= MANY_FILES:
         return []
     return [
         Finding.warning(
             "layout",
-            f"{plan.run_dir} gets {plan.schedule.target:,} files, all in one folder",
+            f"{plan.run_dir} gets {plan.schedule.num_files:,} files, all in one folder",
             "a folder for each iteration is easier on file systems and tools: --set capture.layout=by_iteration",
         )
     ]

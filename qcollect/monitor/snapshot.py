@@ -10,6 +10,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ class RunSnapshot:
     """One run. ``state`` is what is recorded, or ``lost`` (its launcher is gone), or ``unknown`` (another
     host's, or captures that no launcher of ours made).
 
-    ``captured`` counts manifest lines, ``num_files`` the ``.pt`` files and ``bytes`` their sizes.
+    ``captured`` counts manifest lines, ``num_files`` the ``.pt`` files and ``bytes`` their sizes; where there are lines
+    only (statistics), those of the manifests.
     ``phase`` says more of an active run: starting, loading, waiting for a trigger, capturing, training, draining,
     stopping. ``trigger`` is what began its captures, if it waited.
     ``failures`` has the first cause first; ``warnings`` are findings, each a complete sentence.
@@ -175,7 +177,7 @@ def read_snapshot(
         target=record.target,
         captured=captured,
         num_files=files.count,
-        bytes=files.num_bytes,
+        bytes=files.num_bytes if files.count else _manifest_bytes(paths),
         world_size=record.world_size,
         ranks=ranks,
         launcher_pid=None if record.launcher is None else record.launcher.pid,
@@ -351,6 +353,14 @@ def _scan_files(run_dir: Path) -> _Files:
         first_s=min(times, default=None),
         last_s=max(times, default=None),
     )
+
+
+def _manifest_bytes(paths: RunPaths) -> int:
+    num_bytes = 0
+    for path in list_manifests(paths):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def _is_capture(name: str) -> bool:

@@ -39,7 +39,8 @@ def _relevant(recipe: Mapping[str, Any]) -> dict[str, Any]:
     relevant = {section: fields for section, fields in recipe.items() if section not in _IRRELEVANT_SECTIONS}
     if isinstance(quant := relevant.get("quant"), Mapping):
         overrides = (quant.get("overrides") or {}).values()
-        used = {quant.get("type"), *(o.get("type") for o in overrides if isinstance(o, Mapping))}
+        shadow = (relevant.get("capture") or {}).get("shadow") or ()
+        used = {quant.get("type"), *(o.get("type") for o in overrides if isinstance(o, Mapping)), *shadow}
         formats = {name: fields for name, fields in (quant.get("formats") or {}).items() if name in used}
         relevant["quant"] = {key: value for key, value in quant.items() if key != "types"} | {"formats": formats}
     return relevant

@@ -19,6 +19,11 @@ from qcollect.vocab import COMPONENTS, GROUPS, Gemm, LayerType, Operation, Value
 
 # A file is its tensor plus the zip archive, pickle and metadata around it (measured, 2.9 to 3.6 KB).
 FILE_OVERHEAD_BYTES = 4096
+# A line of the manifest with statistics: of a tensor, of an operand without its errors, and of the errors under each
+# type (measured, within a tenth).
+TENSOR_LINE_BYTES = 1150
+OPERAND_LINE_BYTES = 1250
+ERRORS_BYTES = 260
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +132,13 @@ class Cut:
 class Schedule:
     """The list of one micro-batch's captures in order, and each rank's cuts of it.
 
-    The iterations of a run with a trigger count from the first that it captures.
+    The iterations of a run with a trigger count from the first that it captures. Where captures are statistics
+    (``leaves_files`` is False) their ``num_bytes`` are those of lines in the manifest.
     """
 
     captures: tuple[PlannedCapture, ...]
     cuts: tuple[tuple[Cut, ...], ...]
+    leaves_files: bool = True
 
     def share(self, rank: int) -> int:
         return sum(cut.count for cut in self.cuts[rank])
@@ -140,9 +147,19 @@ class Schedule:
     def target(self) -> int:
         return sum(self.share(rank) for rank in range(len(self.cuts)))
 
+    @property
+    def num_files(self) -> int:
+        return self.target if self.leaves_files else 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """Estimated bytes on disk, capture by capture."""
+        overhead = FILE_OVERHEAD_BYTES if self.leaves_files else 0
+        return [capture.num_bytes + overhead for capture in self.captures]
+
     def num_bytes(self, iteration: int | None = None) -> int:
-        """Estimated size of all files, or of those of one iteration."""
-        sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.captures]
+        """Estimated size of all captures, or of those of one iteration."""
+        sizes = self.sizes
         chosen = (cut for cuts in self.cuts for cut in cuts if iteration is None or cut.iteration == iteration)
         return sum(sum(sizes[: cut.count]) for cut in chosen)
 
@@ -160,6 +177,7 @@ class Schedule:
         return {
             "captures": [capture.to_dict() for capture in self.captures],
             "cuts": [[[c.iteration, c.micro_batch, c.count, c.start] for c in cuts] for cuts in self.cuts],
+            "leaves_files": self.leaves_files,
         }
 
     @classmethod
@@ -170,6 +188,7 @@ class Schedule:
                 tuple(Cut(iteration=i, micro_batch=m, count=n, start=s) for i, m, n, s in cuts)
                 for cuts in fields["cuts"]
             ),
+            leaves_files=fields.get("leaves_files", True),
         )
 
 
@@ -200,9 +219,47 @@ def choose_captures(modules: Sequence[ModuleSites], quant: QuantSpec, spec: Capt
     """
     chosen = select_modules(modules, spec)
     gemms = quantized_gemms(quant)
-    captures = select_captures(list_captures(chosen, values=spec.values, quantized=gemms), spec)
+    if not spec.leaves_files:
+        return _as_lines(select_captures(_list_statistics(chosen, gemms, spec), spec), gemms, spec)
+    captures = select_captures(list_captures(chosen, values=spec.chosen_values, quantized=gemms), spec)
     sites = {module.module: module for module in chosen}
     return [_as_stored(capture, sites[capture.module], gemms, quant, spec) for capture in captures]
+
+
+def _list_statistics(
+    modules: Sequence[ModuleSites], quantized: Mapping[LayerType, Collection[Gemm]], spec: CaptureSpec
+) -> list[PlannedCapture]:
+    """As ``list_captures``; shadow types are measured on the operands of all gemms, also of those that quantize none.
+
+    Raises:
+        SelectionError: errors alone are asked for, and nothing is quantized.
+    """
+    if spec.shadow:
+        modules = [replace(module, excluded=False) for module in modules]
+        quantized = {layer_type: frozenset(Gemm) for layer_type in LayerType}
+    values = spec.chosen_values
+    captures = list_captures(modules, values=values, quantized=quantized)
+    if values == Values.QUANTIZED:
+        captures = [capture for capture in captures if capture.values == Values.QUANTIZED]
+    if not captures:
+        raise SelectionError(
+            "capture.values is 'quantized', and nothing that is captured is quantized; set capture.values=both, or "
+            "name types in capture.shadow"
+        )
+    return captures
+
+
+def _as_lines(
+    captures: Iterable[PlannedCapture], quantized: Mapping[LayerType, Collection[Gemm]], spec: CaptureSpec
+) -> list[PlannedCapture]:
+    """The captures with the bytes their lines take."""
+
+    def num_bytes(capture: PlannedCapture) -> int:
+        if capture.gemm is None:
+            return TENSOR_LINE_BYTES
+        return OPERAND_LINE_BYTES + ERRORS_BYTES * ((capture.gemm in quantized[capture.layer_type]) + len(spec.shadow))
+
+    return [replace(capture, num_bytes=num_bytes(capture)) for capture in captures]
 
 
 def _as_stored(
@@ -361,7 +418,7 @@ def build_schedule(
     micro_batches: int,
     micro_batch_size: int,
 ) -> Schedule:
-    """Each rank's share of ``spec.target``, cut from ``captures``.
+    """Each rank's share of ``spec.num_wanted`` (None: of all there are), cut from ``captures``.
 
     Args:
         captures: one micro-batch's captures in order.
@@ -395,21 +452,23 @@ def build_schedule(
             "capture.samples names no sample of the iterations and ranks that are captured; loosen capture.samples, "
             "capture.iterations or capture.ranks"
         )
-    _refuse_impossible(num_captures, spec, slots)
-    shares = dict(zip(slots, split_evenly(spec.target, len(slots)), strict=True))
+    capacities = [sum(map(len, by_iteration.values())) * num_captures for by_iteration in slots.values()]
+    if spec.num_wanted is not None:
+        _refuse_impossible(num_captures, spec, capacities, slots)
+        capacities = split_evenly(spec.num_wanted, len(slots))
+    shares = dict(zip(slots, capacities, strict=True))
     cuts = tuple(
         tuple(_cut_rank(num_captures, slots[rank], shares[rank])) if rank in slots else () for rank in range(world_size)
     )
-    return Schedule(captures=tuple(captures), cuts=cuts)
+    return Schedule(captures=tuple(captures), cuts=cuts, leaves_files=spec.leaves_files)
 
 
 def _captured_iterations(spec: CaptureSpec, num_iterations: int) -> Sequence[int]:
     """Those of the training; with a trigger counted from the first after it."""
     if spec.trigger is not None:
         return range(spec.trigger.iterations)
-    return (
-        (0,) if spec.iterations is None else expand_indices(spec.iterations, num_iterations, key="capture.iterations")
-    )
+    asked = spec.iterations if spec.leaves_files else spec.iterations or "all"
+    return (0,) if asked is None else expand_indices(asked, num_iterations, key="capture.iterations")
 
 
 def warn_of_small_target(schedule: Schedule, spec: CaptureSpec) -> str | None:
@@ -435,16 +494,17 @@ def first_sample_idx(
     return ((iteration * micro_batches + micro_batch) * world_size + rank) * micro_batch_size
 
 
-def _refuse_impossible(num_captures: int, spec: CaptureSpec, slots: dict[int, dict[int, list[int]]]) -> None:
-    capacities = [sum(map(len, by_iteration.values())) * num_captures for by_iteration in slots.values()]
+def _refuse_impossible(
+    num_captures: int, spec: CaptureSpec, capacities: Sequence[int], slots: dict[int, dict[int, list[int]]]
+) -> None:
     # the first ranks take one more: the least capacity for all, and one for each before the first that is full
     possible = min(capacities) * len(capacities) + capacities.index(min(capacities))
-    if spec.target > possible:
+    if spec.num_wanted is not None and spec.num_wanted > possible:
         more = "capture.iterations=spread:K" if spec.trigger is None else "capture.trigger.iterations=K"
         num_iterations = max(map(len, slots.values()))
         num_batches = max(len(batches) for by_iteration in slots.values() for batches in by_iteration.values())
         raise ScheduleError(
-            f"target {spec.target} is more than this run can produce: {possible} files = {num_captures} captures a "
+            f"target {spec.num_wanted} is more than this run can produce: {possible} files = {num_captures} captures a "
             f"micro-batch, {num_batches} micro-batch(es), {num_iterations} iteration(s), {len(slots)} rank(s); lower "
             f"--target, or capture more with --set {more} or capture.values=both"
         )

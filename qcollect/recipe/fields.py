@@ -241,6 +241,13 @@ def _quant_types(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     return names
 
 
+def _maybe_names(value: Any) -> tuple[str, ...]:
+    names = () if value is None else _texts(value)
+    if len(set(names)) != len(names):
+        raise ValueError("a quant type is named twice")
+    return names
+
+
 def _block_size(value: Any) -> int | tuple[int, int]:
     match value:
         case bool():
@@ -284,4 +291,5 @@ DeviceIds = Annotated[tuple[str, ...], PlainValidator(_device_ids)]
 Formats = Annotated[dict[str, dict[str, Any]], PlainValidator(_formats)]
 QuantName = Annotated[str, PlainValidator(_quant_type)]
 OverrideName = Annotated[str, PlainValidator(_quant_name)]
+MaybeNames = Annotated[tuple[str, ...], PlainValidator(_maybe_names)]
 QuantNames = Annotated[tuple[str, ...], PlainValidator(_quant_types)]

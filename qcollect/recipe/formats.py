@@ -41,6 +41,32 @@ def read_format_files(quant: Mapping[str, Any], resolve: Callable[[str], Path]) 
     return {**_with_names(quant, names), "formats": taken}, problems
 
 
+def read_shadow_files(
+    sections: Mapping[str, Any], resolve: Callable[[str], Path]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The raw sections of a recipe with every type of ``capture.shadow`` by name, and what is wrong with its files.
+
+    Args:
+        sections: as they were written.
+        resolve: the path a text means.
+    """
+    quant, capture = sections.get("quant"), sections.get("capture")
+    shadow = capture.get("shadow") if isinstance(capture, Mapping) else None
+    if not isinstance(capture, Mapping) or not isinstance(quant, Mapping | None) or not shadow:
+        return dict(sections), []
+    formats = (quant or {}).get("formats")
+    read, problems = read_format_files({"types": shadow, "formats": formats}, resolve)
+    if read["types"] == shadow:
+        return dict(sections), [_in_capture(problem) for problem in problems]
+    named = {"quant": {**(quant or {}), "formats": read["formats"]}, "capture": {**capture, "shadow": read["types"]}}
+    return {**sections, **named}, [_in_capture(problem) for problem in problems]
+
+
+def _in_capture(problem: Problem) -> Problem:
+    key, text = problem
+    return key.replace("quant.types", "capture.shadow"), text.replace("quant.types", "capture.shadow")
+
+
 def _hint(text: str, resolve: Callable[[str], Path]) -> str:
     beside = f"{RECIPE_DIR}/{text}"
     is_beside = not resolve(text).exists() and resolve(beside).exists()

@@ -15,6 +15,8 @@ from qcollect.formats.records import QuantType
 from qcollect.vocab import Trigger
 
 BYTES_TOKENIZER = "bytes"
+STATISTICS = "stats"
+DEFAULT_TARGET = 50
 
 IndexSelector = tuple[int | str, ...] | str
 """Indices as the user gave them: numbers and ranges, ``"0-3"``, ``"every:2"``, ``"spread:4"``, ``"all"``."""
@@ -169,10 +171,10 @@ class TriggerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSpec:
-    """What is captured. A selector that is None leaves everything in (iterations: the first only).
+    """What is captured. A selector that is None leaves everything in (iterations of mode ``tensors``: the first only).
 
     Args:
-        target: captures summed over ranks, exact.
+        target: captures summed over ranks, exact; None: 50. In mode ``stats`` there is none: everything is captured.
         layers: transformer layers, from 0.
         modules: globs of module names.
         layer_types, operations, phases, tensor_names: globs of the words of ``vocab``.
@@ -180,8 +182,11 @@ class CaptureSpec:
         ranks: global ranks.
         samples: global sample indices.
         tokens: positions in each sequence, in whole groups of 64; what has no tokens is stored whole.
-        values: ``original``, ``quantized`` or ``both``.
-        mode: ``tensors``.
+        values: ``original``, ``quantized`` or ``both``; None: ``original``, and ``both`` in mode ``stats``. There
+            ``original`` means the statistics of tensors, ``quantized`` the errors of the operands of gemms.
+        mode: ``tensors`` (files), or ``stats`` (statistics of every tensor, in the manifest only).
+        shadow: with mode ``stats``, quant types whose errors are measured beside: on every operand of every gemm, by
+            each type's own rules and what of the ``quant`` section applies to it. The training stays as it is.
         layout: ``flat`` (all files in one folder) or ``by_iteration``.
         host_memory_gb: for values that wait to be written, of all ranks of a host, in 10^9 bytes; None: what an
             iteration's captures need, at most a quarter of what is free.
@@ -193,7 +198,7 @@ class CaptureSpec:
         trigger: what to wait for; None: the captures begin with the training.
     """
 
-    target: int = 50
+    target: int | None = None
     layers: IndexSelector | None = None
     modules: tuple[str, ...] | None = None
     layer_types: tuple[str, ...] | None = None
@@ -204,8 +209,9 @@ class CaptureSpec:
     ranks: IndexSelector | None = None
     samples: IndexSelector | None = None
     tokens: IndexSelector | None = None
-    values: str = "original"
+    values: str | None = None
     mode: str = "tensors"
+    shadow: tuple[str, ...] = ()
     layout: str = "flat"
     host_memory_gb: float | None = None
     durability: str = "none"
@@ -214,6 +220,23 @@ class CaptureSpec:
     scales: bool = False
     compress: str = "none"
     trigger: TriggerSpec | None = None
+
+    @property
+    def leaves_files(self) -> bool:
+        """Whether a capture is a tensor in a file; otherwise it is statistics in a line of the manifest."""
+        return self.mode != STATISTICS
+
+    @property
+    def num_wanted(self) -> int | None:
+        """How many captures are to be taken; None: all that the selectors leave."""
+        if not self.leaves_files:
+            return None
+        return DEFAULT_TARGET if self.target is None else self.target
+
+    @property
+    def chosen_values(self) -> str:
+        """``values`` with its default filled in."""
+        return self.values or ("original" if self.leaves_files else "both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.custom import find_quant_type
 from qcollect.formats.records import Rounding, ScaleRule
 from qcollect.recipe import fields as f
-from qcollect.recipe.conflicts import find_quant_conflicts
-from qcollect.recipe.formats import read_format_files
+from qcollect.recipe.conflicts import find_capture_conflicts, find_quant_conflicts, find_shadow_faults
+from qcollect.recipe.formats import read_format_files, read_shadow_files
 from qcollect.recipe.records import (
     CaptureSpec,
     DataSpec,
@@ -36,12 +36,6 @@ _TRIGGER = TriggerSpec(on=())
 def _empty_section(value: Any) -> Any:
     """A section whose keys are all commented out is null in YAML."""
     return {} if value is None else value
-
-
-def _served_mode(value: Any) -> Any:
-    if value == "stats":
-        raise ValueError("this version does not serve it; use tensors")
-    return value
 
 
 _Empty = BeforeValidator(_empty_section)
@@ -237,7 +231,7 @@ def _trigger_by_name(value: Any) -> Any:
 
 
 class CaptureModel(Section):
-    target: f.Count = _CAPTURE.target
+    target: f.Count | None = _CAPTURE.target
     layers: f.Selector | None = _CAPTURE.layers
     modules: f.Globs | None = _CAPTURE.modules
     layer_types: f.LayerTypes | None = _CAPTURE.layer_types
@@ -248,8 +242,9 @@ class CaptureModel(Section):
     ranks: f.Selector | None = _CAPTURE.ranks
     samples: f.Selector | None = _CAPTURE.samples
     tokens: f.Selector | None = _CAPTURE.tokens
-    values: Literal["original", "quantized", "both"] = "original"
-    mode: Annotated[Literal["tensors"], BeforeValidator(_served_mode)] = "tensors"
+    values: Literal["original", "quantized", "both"] | None = None
+    mode: Literal["tensors", "stats"] = "tensors"
+    shadow: f.MaybeNames = _CAPTURE.shadow
     layout: Literal["flat", "by_iteration"] = "flat"
     host_memory_gb: Annotated[f.Real, Field(gt=0)] | None = _CAPTURE.host_memory_gb
     durability: Literal["none", "file", "all"] = "none"
@@ -279,8 +274,15 @@ class CaptureModel(Section):
         return self
 
     @model_validator(mode="after")
+    def _mode_has_its_settings(self) -> Self:
+        found = find_capture_conflicts(self.model_dump())
+        if found:
+            raise f.several_problems(found)
+        return self
+
+    @model_validator(mode="after")
     def _codes_are_of_quantized_values(self) -> Self:
-        if self.storage == "codes" and self.values == "original":
+        if self.storage == "codes" and self.values in (None, "original"):
             raise f.problem(
                 "capture.storage is 'codes', and with capture.values 'original' nothing that has codes is captured; "
                 "set capture.values to quantized or both",
@@ -301,6 +303,23 @@ class LaunchModel(Section):
     show_ranks: f.Ranks | None = _LAUNCH.show_ranks
 
 
+def read_shadows(value: Any, info: ValidationInfo) -> Any:
+    """Raw sections in which every shadow type stands by name, those given by their files as well."""
+    if not isinstance(value, Mapping):
+        return value
+    sections, problems = read_shadow_files(value, (info.context or {}).get("resolve", Path.cwd().joinpath))
+    if problems:
+        raise f.several_problems(problems)
+    return sections
+
+
+def check_shadows(quant: QuantModel, capture: CaptureModel) -> None:
+    """Nothing, if all shadow types exist and quantize."""
+    found = find_shadow_faults(capture.shadow, QuantSpec(formats=quant.formats))
+    if found:
+        raise f.several_problems(found)
+
+
 class RecipeModel(Section):
     description: str = ""
     script: f.PathText | None = None
@@ -310,6 +329,13 @@ class RecipeModel(Section):
     quant: Annotated[QuantModel, _Empty] = QuantModel()
     capture: Annotated[CaptureModel, _Empty] = CaptureModel()
     launch: Annotated[LaunchModel, _Empty] = LaunchModel()
+
+    _read_shadows = model_validator(mode="before")(read_shadows)
+
+    @model_validator(mode="after")
+    def _shadows_exist(self) -> Self:
+        check_shadows(self.quant, self.capture)
+        return self
 
     @model_validator(mode="after")
     def _iterations_exist(self) -> Self:

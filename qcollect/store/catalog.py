@@ -9,7 +9,7 @@ copy in memory serves. The file ends with the xxh3-128 of what is before it; one
 is nobody's of ours, is made anew.
 
 Fields are called as a user finds them: ``file``, ``bytes``, ``xxh3_128``; from the name ``timestamp``,
-``counter``; ``gemm`` of a quantized copy; ``metadata.NAME`` and ``tensor_info.NAME``.
+``counter``; ``gemm`` of a quantized copy; ``metadata.NAME``, ``tensor_info.NAME`` and ``errors.TYPE.NAME``.
 """
 
 import json
@@ -157,14 +157,17 @@ class Catalog:
 def record_fields(record: ManifestRecord) -> dict[str, Any]:
     """A capture's fields by the names they have here."""
     fields: dict[str, Any] = {"file": record.file, "bytes": record.bytes, "xxh3_128": record.xxh3_128}
-    match = _NAME_HEAD.match(record.file.rpartition("/")[2])
+    match = None if record.file is None else _NAME_HEAD.match(record.file.rpartition("/")[2])
     if match is not None:
         fields |= {"timestamp": match["timestamp"], "counter": int(match["counter"])}
     with suppress(KeyError, TypeError, ValueError, IndexError):
         gemm = CaptureKey.from_metadata(record.metadata).gemm
         fields |= {} if gemm is None else {"gemm": str(gemm)}
     fields |= {f"metadata.{key}": value for key, value in record.metadata.items()}
-    return fields | {f"tensor_info.{key}": value for key, value in record.tensor_info.items()}
+    fields |= {f"tensor_info.{key}": value for key, value in record.tensor_info.items()}
+    for quant_type, errors in record.errors.items():
+        fields |= {f"errors.{quant_type}.{key}": value for key, value in errors.items()}
+    return fields
 
 
 def _record(fields: dict[str, Any]) -> ManifestRecord:
@@ -177,7 +180,17 @@ def _record(fields: dict[str, Any]) -> ManifestRecord:
         xxh3_128=fields["xxh3_128"],
         metadata=section("metadata."),
         tensor_info=section("tensor_info."),
+        errors=_nested(section("errors.")),
     )
+
+
+def _nested(fields: dict[str, Any]) -> dict[str, Any]:
+    """``{"mxfp8.mse": 1.0}`` as ``{"mxfp8": {"mse": 1.0}}``."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        quant_type, _, key = name.partition(".")
+        found.setdefault(quant_type, {})[key] = value
+    return found
 
 
 # ---------------------------------------------------------------------------------------------

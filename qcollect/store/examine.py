@@ -118,7 +118,7 @@ def glance_at_rank(paths: RunPaths, rank: int) -> RunFiles:
     listed = listed_records(lines)
     found = sorted(pt_files(paths.run_dir))
     unlisted = [file for file in found if file not in listed and _rank_of(parse_name(file)) == rank]
-    glances = [_glance(paths.run_dir, listed[file], rank) for file in found if file in listed]
+    glances = [_glance(paths.run_dir, file, listed[file], rank) for file in found if file in listed]
     reports = _examine_files(paths.run_dir, [(file, None) for file in unlisted], None)
     return RunFiles(
         paths=paths,
@@ -150,7 +150,11 @@ def _parse(path: Path, number: int, raw: bytes) -> Line:
         record = ManifestRecord.from_dict(json.loads(raw))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return Line(manifest=path, number=number, raw=raw, problem=f"{type(error).__name__}: {error}")
-    problem = None if is_inside(record.file) else f"names {record.file!r}, which is no place for a capture of this run"
+    problem = None
+    if record.file is None:
+        problem = None if record.key is not None else "names neither a file nor a capture"
+    elif not is_inside(record.file):
+        problem = f"names {record.file!r}, which is no place for a capture of this run"
     return Line(manifest=path, number=number, raw=raw, record=None if problem else record, problem=problem)
 
 
@@ -163,9 +167,18 @@ def listed_records(lines: Iterable[Line]) -> dict[str, ManifestRecord]:
     """By file, what the first line that lists it says."""
     listed: dict[str, ManifestRecord] = {}
     for line in lines:
-        if line.record is not None:
+        if line.record is not None and line.record.file is not None:
             listed.setdefault(line.record.file, line.record)
     return listed
+
+
+def statistics_records(lines: Iterable[Line]) -> dict[CaptureKey, Line]:
+    """By identity, the first line of each capture that is statistics alone."""
+    found: dict[CaptureKey, Line] = {}
+    for line in lines:
+        if line.record is not None and line.record.is_statistics and (key := line.record.key) is not None:
+            found.setdefault(key, line)
+    return found
 
 
 def manifest_rank(path: Path) -> int | None:
@@ -275,14 +288,14 @@ def key_of(metadata: dict[str, Any]) -> CaptureKey | None:
         return None
 
 
-def _glance(run_dir: Path, record: ManifestRecord, rank: int) -> FileReport:
+def _glance(run_dir: Path, file: str, record: ManifestRecord, rank: int) -> FileReport:
     try:
-        num_bytes = (run_dir / record.file).stat().st_size
+        num_bytes = (run_dir / file).stat().st_size
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
-        return FileReport(file=record.file, num_bytes=0, rank=rank, is_unreadable=True, problem=problem)
+        return FileReport(file=file, num_bytes=0, rank=rank, is_unreadable=True, problem=problem)
     return FileReport(
-        file=record.file,
+        file=file,
         num_bytes=num_bytes,
         key=key_of(record.metadata),
         rank=rank,
@@ -290,7 +303,7 @@ def _glance(run_dir: Path, record: ManifestRecord, rank: int) -> FileReport:
     )
 
 
-def _difference(record: ManifestRecord, num_bytes: int, digest: str) -> str | None:
+def _difference(record: ManifestRecord, num_bytes: int, digest: str | None) -> str | None:
     if record.bytes != num_bytes:
         return f"has {num_bytes:,} bytes, and its manifest line says {record.bytes:,}"
     if record.xxh3_128 != digest:

@@ -16,6 +16,7 @@ from typing import Any, Self
 from qcollect.paths import temporary_path
 
 _CHUNK_BYTES = 1 << 20
+_counted: dict[Path, tuple[int, int, int]] = {}  # inode, bytes and lines of large files
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)  # the one of POSIX, the other of Windows
 
 
@@ -214,12 +215,25 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def count_lines(path: Path) -> int:
-    """How many whole lines a file has, without parsing them; 0 if there is no such file."""
+    """How many whole lines a file has, without parsing them; 0 if there is no such file.
+
+    Of a large file that only grows, what this process has counted before is not read again.
+    """
     try:
         with path.open("rb", buffering=0) as file:
-            return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
+            status = os.fstat(file.fileno())
+            inode, num_read, count = _counted.get(path, (None, 0, 0))
+            if inode != status.st_ino or num_read > status.st_size:
+                num_read, count = 0, 0
+            file.seek(num_read)
+            for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
+                num_read += len(chunk)
+                count += chunk.count(b"\n")
     except (FileNotFoundError, NotADirectoryError):
         return 0
+    if num_read > _CHUNK_BYTES:
+        _counted[path] = (status.st_ino, num_read, count)
+    return count
 
 
 def read_tail(path: Path, num_bytes: int) -> bytes:

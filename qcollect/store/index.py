@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcollect.errors import OutputError
+from qcollect.errors import CaptureError, OutputError
 from qcollect.paths import RunPaths
 from qcollect.store.manifest import ManifestRecord, read_manifests
 from qcollect.vocab import CaptureKey
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """One capture of a run: what the manifest says, and the file behind it."""
+    """One capture of a run: what the manifest says, and the file behind it (None: statistics alone)."""
 
-    path: Path
+    path: Path | None
     record: ManifestRecord
 
     @property
@@ -31,6 +31,11 @@ class Capture:
         return self.record.tensor_info
 
     @property
+    def errors(self) -> dict[str, Any]:
+        """By quant type, what quantization does to the operand of a gemm; empty where nothing measured it."""
+        return self.record.errors
+
+    @property
     def key(self) -> CaptureKey:
         return CaptureKey.from_metadata(self.metadata)
 
@@ -38,11 +43,17 @@ class Capture:
         """The tensor, as ``qcollect.load`` gives it.
 
         Raises:
-            CaptureError: the file is missing or torn.
+            CaptureError: the file is missing or torn, or there is none: the run kept statistics only.
             MissingExtraError: it is compressed, and zstandard is not installed.
         """
         from qcollect.store.capture import load
 
+        if self.path is None:
+            m = self.metadata
+            raise CaptureError(
+                f"rank {m['rank']} iteration {m['iteration']} {m['module']} {m['tensor_name']}: statistics only, there "
+                "is no tensor (capture.mode stats); see .tensor_info and .errors, or capture with capture.mode tensors"
+            )
         return load(self.path)
 
 
@@ -89,4 +100,5 @@ def open_run(run_dir: str | os.PathLike[str]) -> Run:
     paths = RunPaths(Path(run_dir))
     if not paths.manifest_dir.is_dir():
         raise OutputError(f"{paths.run_dir} holds no run (no {paths.manifest_dir}); give the folder of one quant type")
-    return Run(tuple(Capture(path=paths.run_dir / r.file, record=r) for r in read_manifests(paths)))
+    records = read_manifests(paths)
+    return Run(tuple(Capture(path=None if r.file is None else paths.run_dir / r.file, record=r) for r in records))

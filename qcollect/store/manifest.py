@@ -1,36 +1,57 @@
 """What a run has captured: one line a capture, one file a rank, written after the capture itself."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from qcollect.errors import CaptureError
 from qcollect.paths import RunPaths
 from qcollect.store.files import append_line, read_lines
+from qcollect.vocab import CaptureKey
 
 __all__ = ["ManifestRecord", "append_line", "list_manifests", "read_manifest", "read_manifests"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestRecord:
-    """One capture: its file relative to the run folder, size and hash as written, all it says of itself."""
+    """One capture: its file relative to the run folder, size and hash as written, all it says of itself.
 
-    file: str
-    bytes: int
-    xxh3_128: str
+    A capture of statistics alone has no file, and the three are None; ``errors`` holds, by quant type, what
+    ``formats.error_stats.describe_totals`` gives.
+    """
+
+    file: str | None
+    bytes: int | None
+    xxh3_128: str | None
     metadata: dict[str, Any]
     tensor_info: dict[str, Any]
+    errors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_statistics(self) -> bool:
+        """Whether there is no tensor behind it."""
+        return self.file is None
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
+        has_file = fields["file"] is not None
         return cls(
-            file=str(fields["file"]),
-            bytes=int(fields["bytes"]),
-            xxh3_128=str(fields["xxh3_128"]),
+            file=str(fields["file"]) if has_file else None,
+            bytes=int(fields["bytes"]) if has_file else None,
+            xxh3_128=str(fields["xxh3_128"]) if has_file else None,
             metadata=dict(fields["metadata"]),
             tensor_info=dict(fields["tensor_info"]),
+            errors=dict(fields.get("errors") or {}),
         )
+
+    @property
+    def key(self) -> CaptureKey | None:
+        """The capture's identity; None where the metadata, an older file's, do not hold it."""
+        try:
+            return CaptureKey.from_metadata(self.metadata)
+        except (KeyError, TypeError, ValueError, IndexError):
+            return None
 
 
 def read_manifest(path: Path) -> list[ManifestRecord]:

@@ -27,7 +27,7 @@ _NAME_FIELDS = (
     "iteration", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type", "rank", "sample_idx",
 )  # fmt: skip
 _CHUNK_ROWS = 500
-_SECTIONS = ("metadata.", "tensor_info.")
+_SECTIONS = ("metadata.", "tensor_info.", "errors.")
 _RANGE = re.compile(r"(-?\d+)-(-?\d+)")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None, "none": None}
 
@@ -135,7 +135,7 @@ class Captures:
         return sorted({_short(name) if self.find(_short(name)) == name else name for name in self._known})
 
     def find(self, name: str) -> str | None:
-        """The field ``name`` means, as the catalog calls it: our own, else the metadata's, else tensor_info's."""
+        """The field ``name`` means, as the catalog calls it: our own, the metadata's, tensor_info's, the errors'."""
         candidates = (name, *(section + name for section in _SECTIONS))
         return next((candidate for candidate in candidates if candidate in self._known), None)
 
@@ -226,6 +226,8 @@ class Folder:
         if place >= 0:
             record = self.catalog.record(place)
             sections = {"metadata": record.metadata, "tensor_info": record.tensor_info}
+            if record.is_statistics:
+                sections["errors"] = record.errors
             own = {"file": record.file, "bytes": record.bytes, "xxh3_128": record.xxh3_128}
         else:
             fields = self._others[place]
@@ -233,12 +235,14 @@ class Folder:
             sections = {"metadata": named, "tensor_info": {}}
             own = {"file": fields["file"], "bytes": fields["bytes"], "xxh3_128": None}
         run_dir = self.paths.run_dir
-        return {"run": run_dir.name, "path": str(run_dir / own["file"]), **own, **sections}
+        path = None if own["file"] is None else str(run_dir / own["file"])
+        return {"run": run_dir.name, "path": path, **own, **sections}
 
     def _place(self, values: list[Any], made: dict[int, str]) -> list[Any]:
         file = values.pop() if made else None
         for i, name in made.items():
-            values[i] = self.paths.run_dir.name if name == "run" else str(self.paths.run_dir / str(file))
+            path = None if file is None else str(self.paths.run_dir / str(file))
+            values[i] = self.paths.run_dir.name if name == "run" else path
         return values
 
 

@@ -24,6 +24,7 @@ from qcollect.store.examine import (
     listed_records,
     manifest_rank,
     read_manifest_lines,
+    statistics_records,
 )
 from qcollect.store.files import rename_new
 from qcollect.store.folder import parse_name
@@ -46,11 +47,13 @@ class Action:
 class _Entry:
     """A line a manifest is to have."""
 
-    file: str
+    file: str | None  # None: statistics alone, in the order they stand in
     raw: bytes
 
     @property
     def order(self) -> tuple[float, str]:
+        if self.file is None:
+            return (float("inf"), "")
         name = parse_name(self.file)
         return (float("inf") if name is None else name.counter, self.file)
 
@@ -178,8 +181,11 @@ def _wanted_lines(found: RunFiles) -> dict[int | None, list[_Entry]]:
     wanted: dict[int | None, list[_Entry]] = {}
     aside = files_to_set_aside(found)
     seen: set[str] = set()
+    for key, line in statistics_records(found.lines).items():
+        wanted.setdefault(key.rank, []).append(_Entry(file=None, raw=line.raw))
     for line in found.lines:
-        report = None if line.record is None else found.files.get(line.record.file)
+        file = None if line.record is None else line.record.file
+        report = None if file is None else found.files.get(file)
         if report is None or report.file in seen or report.file in aside:
             continue
         seen.add(report.file)
@@ -210,13 +216,20 @@ def _repair_manifest(found: RunFiles, path: Path, wanted: list[_Entry]) -> list[
 
 def _changes(found: RunFiles, lines: list[Line], wanted: list[_Entry], manifest: Path) -> Iterator[Action]:
     """What makes a manifest's lines into those it is to have."""
-    raw_of = {entry.file: entry.raw for entry in wanted}
+    raw_of = {entry.file: entry.raw for entry in wanted if entry.file is not None}
+    first_of = statistics_records(lines)
     aside = files_to_set_aside(found)
     seen: set[str] = set()
     for line in lines:
         file = None if line.record is None else line.record.file
-        if file is None:
+        if line.record is None:
             yield Action(path=line.place, what=f"dropped: {line.problem}")
+        elif file is None:
+            key = line.record.key
+            if key is not None and first_of[key] is not line:
+                yield Action(path=line.place, what="dropped: its statistics are listed before")
+            elif key is not None and key.rank != manifest_rank(manifest):
+                yield Action(path=line.place, what=f"dropped: it is rank {key.rank}'s")
         elif file in seen:
             yield Action(path=line.place, what=f"dropped: {file} is listed before")
         elif file not in raw_of:
@@ -226,7 +239,7 @@ def _changes(found: RunFiles, lines: list[Line], wanted: list[_Entry], manifest:
             yield Action(path=line.place, what=f"written anew as {file} says")
         seen |= set() if file is None else {file}
     for entry in wanted:
-        if entry.file not in seen:
+        if entry.file is not None and entry.file not in seen:
             yield Action(path=found.paths.run_dir / entry.file, what=f"listed in {manifest.name}: it is whole")
 
 

@@ -20,6 +20,8 @@ from qcollect.store import summary_cpu, summary_cuda
 FIELDS = (
     "num_finite", "num_nan", "num_inf", "num_zero", "min", "max", "mean", "squared_deviations", "min_nonzero_abs",
 )  # fmt: skip
+STATISTICS = ("min", "max", "mean", "std", "abs_max", "rms", "min_nonzero_abs", "num_nan", "num_inf", "num_zero")
+_NO_VALUES = (None,) * 7
 _WITHOUT_FLOAT64 = ("mps",)
 
 
@@ -34,7 +36,7 @@ def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     Args:
         tensor: any shape, strides, dtype and device. A tensor on a device without float64 is copied to the CPU, which
             waits.
-        out: what they are written to, (9,) float64, contiguous, on the tensor's device; None: memory of their own.
+        out: (9,) float64 on the tensor's device, contiguous, at a multiple of 16 bytes: written and returned.
 
     Returns:
         On the tensor's device (the CPU if that has no float64).
@@ -47,8 +49,10 @@ def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
         return summary_cuda.summarize(_flat(tensor), out)
     flat = _flat(tensor.detach())
     if flat.device.type == "cpu":
-        return torch.tensor(summary_cpu.summarize(flat), dtype=torch.float64, device="cpu")
-    return _summarize_in_steps(flat)
+        summary = torch.tensor(summary_cpu.summarize(flat), dtype=torch.float64, device="cpu")
+    else:
+        summary = _summarize_in_steps(flat)
+    return summary if out is None else out.copy_(summary)
 
 
 def describe(
@@ -70,29 +74,29 @@ def describe(
         shape, dtype: of the tensor summarized.
         device, requires_grad, is_leaf: of the tensor as the network holds it.
     """
-    numbers = summary.tolist() if isinstance(summary, Tensor) else summary
-    num_finite, num_nan, num_inf, num_zero, low, high, mean, squared_deviations, min_nonzero_abs = numbers
-    variance = squared_deviations / num_finite if num_finite else math.nan
-    statistics = {
-        "min": low,
-        "max": high,
-        "mean": mean,
-        "std": math.sqrt(variance),
-        "abs_max": max(-low, high),
-        "rms": math.sqrt(mean * mean + variance),
-        "min_nonzero_abs": min_nonzero_abs,
-    }
+    statistics = derive(summary.tolist() if isinstance(summary, Tensor) else summary)
     return {
         "shape": list(shape),
         "dtype": str(dtype),
         "device": str(device),
         "requires_grad": bool(requires_grad),
         "is_leaf": bool(is_leaf),
-        **{name: value + 0.0 if num_finite and math.isfinite(value) else None for name, value in statistics.items()},
-        "num_nan": int(num_nan),
-        "num_inf": int(num_inf),
-        "num_zero": int(num_zero),
+        **dict(zip(STATISTICS, statistics, strict=True)),
     }
+
+
+def derive(summary: Sequence[float]) -> tuple[float | None, ...]:
+    """What ``STATISTICS`` names, from what ``FIELDS`` names; rules as in ``describe``."""
+    num_finite, num_nan, num_inf, num_zero, low, high, mean, squared_deviations, min_nonzero_abs = summary
+    counts = (int(num_nan), int(num_inf), int(num_zero))
+    if not num_finite:
+        return (*_NO_VALUES, *counts)
+    variance = squared_deviations / num_finite
+    rms = math.sqrt(mean * mean + variance)
+    values = (low, high, mean, math.sqrt(variance), max(-low, high), rms, min_nonzero_abs)
+    if math.isfinite(sum(values)):
+        return (*[value + 0.0 for value in values], *counts)
+    return (*[value + 0.0 if math.isfinite(value) else None for value in values], *counts)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def summarize(flat: Tensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         flat: one that ``supports`` takes, not empty; on the CPU with Triton's interpreter.
-        out: what it is written to, see ``store.summary``.
+        out: (9,) float64 there, written and returned; None: a new one.
     """
     device, num_elements = flat.device, flat.numel()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -47,7 +47,7 @@ def summarize(flat: Tensor, out: Tensor | None = None) -> Tensor:
     num_tiles = -(-num_elements // _TILE_SIZE)
     num_programs = min(num_tiles, _NUM_PROGRAMS) if num_tiles > _MAX_TILES_OF_ONE else 1
     summary = torch.empty(_NUM_FIELDS, dtype=torch.float64, device=device) if out is None else out
-    is_one = num_programs == 1
+    is_one = num_programs == 1  # whose share is the summary
     shares = summary if is_one else torch.empty(_NUM_FIELDS * num_programs, dtype=torch.float64, device=device)
     is_large = num_elements + _TILE_SIZE * (2 * num_programs + 1) > _MAX_INT32
     sizes = (_TILE_SIZE, 16 // flat.element_size(), is_large)

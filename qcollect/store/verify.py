@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from qcollect.store.examine import RunFiles, examine_run, listed_records, manifest_rank
+from qcollect.store.examine import RunFiles, examine_run, listed_records, manifest_rank, statistics_records
 from qcollect.store.repair import Action, after_repair, find_repeats, repair_rank, repair_run
 from qcollect.vocab import CaptureKey
 
@@ -138,14 +138,20 @@ def _judge_leftovers(found: RunFiles) -> Iterator[Finding]:
 
 def _judge_lines(found: RunFiles) -> Iterator[Finding]:
     seen: set[str] = set()
+    first_of = statistics_records(found.lines)
     for line in found.lines:
         file, rank = (None, None) if line.record is None else (line.record.file, line.record.metadata.get("rank"))
 
         def of(problem: Problem, what: str, does: str, place: Path = line.place) -> Finding:
             return Finding(path=place, problem=problem, what=what, advice=f"{_repair(found)} {does}")
 
-        if file is None:
+        if line.record is None:
             yield of(Problem.DAMAGED_LINE, f"is no manifest line ({line.problem})", "drops it and lists its file anew")
+        elif file is None:
+            if (key := line.record.key) is not None and first_of[key] is not line:
+                yield of(Problem.REPEATED_LINE, f"lists the statistics of {describe_key(key)} once more", "drops it")
+            elif rank != manifest_rank(line.manifest):
+                yield of(Problem.MISPLACED_LINE, f"lists statistics of rank {rank}", "moves it")
         elif file in seen:
             yield of(Problem.REPEATED_LINE, f"lists {file} once more", "drops it")
         elif file not in found.files:
@@ -158,7 +164,8 @@ def _judge_lines(found: RunFiles) -> Iterator[Finding]:
 
 
 def _judge_plan(found: RunFiles, planned: Collection[CaptureKey], is_active: bool) -> Iterator[Finding]:
-    held = {_without_sample(r.key): r.file for r in found.files.values() if r.key is not None}
+    held = {_without_sample(r.key): found.paths.run_dir / r.file for r in found.files.values() if r.key is not None}
+    held |= {_without_sample(key): line.place for key, line in statistics_records(found.lines).items()}
     # what is listed and gone is a finding already
     listed = {key for line in found.lines if line.record and (key := _key(line.record.metadata)) is not None}
     for key in sorted(set(planned) - set(held) - listed, key=_order) if not is_active else ():
@@ -170,7 +177,7 @@ def _judge_plan(found: RunFiles, planned: Collection[CaptureKey], is_active: boo
         )
     for key in sorted(set(held) - set(planned), key=_order):
         yield Finding(
-            path=found.paths.run_dir / held[key],
+            path=held[key],
             problem=Problem.SURPLUS,
             what=f"holds {describe_key(key)}, which is not planned",
             advice="move it away: it is no part of this run",
@@ -180,6 +187,7 @@ def _judge_plan(found: RunFiles, planned: Collection[CaptureKey], is_active: boo
 def count_planned(found: RunFiles, planned: Collection[CaptureKey]) -> int:
     """How many of the planned captures are there whole."""
     keys = {_without_sample(r.key) for r in found.files.values() if r.key is not None and r.problem is None}
+    keys |= {_without_sample(key) for key in statistics_records(found.lines)}
     return len(keys & set(planned))
 
 

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from torch import nn
 
 from qcollect.errors import UsageError
@@ -18,7 +18,7 @@ from qcollect.plan.schedule import ModuleSites, build_schedule, choose_captures,
 from qcollect.recipe.origins import Origins
 from qcollect.recipe.problems import explain
 from qcollect.recipe.records import CaptureSpec, QuantSpec, capture_from_dict
-from qcollect.recipe.schema import CaptureModel, QuantModel, Section
+from qcollect.recipe.schema import CaptureModel, QuantModel, Section, check_shadows, read_shadows
 from qcollect.recipe.selectors import match_names
 from qcollect.vocab import LayerType, RankInfo
 from qcollect.worker.claim import claim_directory
@@ -28,6 +28,7 @@ from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, named_modules, unwrap
 from qcollect.worker.state import detect_rank
+from qcollect.worker.statistics import shadows_of
 from qcollect.worker.unserved import describe_unserved, find_unserved
 from qcollect.worker.vote import make_vote_group
 
@@ -42,6 +43,13 @@ class _Sections(Section):
     quant: QuantModel
     capture: CaptureModel
 
+    _read_shadows = model_validator(mode="before")(read_shadows)
+
+    @model_validator(mode="after")
+    def _shadows_exist(self) -> Self:
+        check_shadows(self.quant, self.capture)
+        return self
+
 
 was_called = False  # in this process; a script that calls ``collect`` is not collected from automatically
 
@@ -50,7 +58,7 @@ def collect(
     model: nn.Module,
     quant_type: str | None = None,
     out_dir: str | os.PathLike[str] | None = None,
-    target: int = 50,
+    target: int | None = None,
     *,
     num_iterations: int = 1000,
     micro_batches: int = 1,
@@ -77,8 +85,8 @@ def collect(
         model: any module; linears and, in transformers models, attention kernels are captured.
         quant_type: catalog name, or a YAML file of one's own; None: ``CUSTOM_QUANT_TYPE``, else ``hifp8``.
         out_dir: None: ``TENSOR_SAVE_DIR``, else ``./tensor_logs``.
-        target: captures summed over ranks.
-        num_iterations: what ``iterations="every:N"`` and ``"spread:K"`` refer to.
+        target: captures summed over ranks; None: 50. With ``mode="stats"`` there is none: everything is captured.
+        num_iterations: what ``iterations="every:N"`` and ``"spread:K"`` refer to; all there are for ``mode="stats"``.
         micro_batches: forward passes an iteration.
         micro_batch_size: sequences of one; needed with ``samples`` only.
         loss_scale: recorded; what the loss is multiplied with before ``backward``.
@@ -142,6 +150,7 @@ def collect(
             packing=Packing.from_spec(capture),
             by_iteration=capture.layout == "by_iteration",
             engine=EngineSettings.of(capture),
+            shadows=shadows_of(capture.shadow, quant),
             enabled=enabled,
             trigger=capture.trigger,
         ),
@@ -163,6 +172,7 @@ def settings_of_plan(plan: Plan) -> CollectorSettings:
         packing=Packing.from_spec(plan.recipe.capture),
         by_iteration=plan.recipe.capture.layout == "by_iteration",
         engine=EngineSettings.of(plan.recipe.capture),
+        shadows=shadows_of(plan.recipe.capture.shadow, plan.recipe.quant),
         is_planned=True,
         enabled=saving_enabled(),
         max_bytes=plan.recipe.launch.max_bytes,
@@ -213,7 +223,7 @@ def _without_grad(module: nn.Module) -> tuple[str, ...]:
     return () if weight is None or weight.requires_grad else ("grad_weight",)
 
 
-def _specs(quant_type: str, target: int, settings: dict[str, Any]) -> tuple[QuantSpec, CaptureSpec]:
+def _specs(quant_type: str, target: int | None, settings: dict[str, Any]) -> tuple[QuantSpec, CaptureSpec]:
     unknown = sorted(set(settings) - set(CAPTURE_SETTINGS) - set(QUANT_SETTINGS))
     if unknown:
         raise UsageError(

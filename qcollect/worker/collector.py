@@ -1,7 +1,5 @@
 """The collector: taps on a model, a schedule, a saver, and a vote of the ranks when to stop."""
 
-import ctypes
-import os
 import time
 import warnings
 from collections import Counter
@@ -12,30 +10,32 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import xxhash
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from qcollect.errors import CaptureError, UsageError
 from qcollect.paths import RunPaths
 from qcollect.plan.devices import RankDevice
-from qcollect.plan.schedule import FILE_OVERHEAD_BYTES, Cut, Schedule
+from qcollect.plan.schedule import Cut, Schedule
 from qcollect.plan.stop import StopCause, request_stop
 from qcollect.plan.trigger import TriggerEvent
 from qcollect.recipe.records import TriggerSpec
 from qcollect.vocab import RankInfo
-from qcollect.worker.engine import CaptureEngine, EngineSettings
-from qcollect.worker.frame import Frame, Moment, TakenCapture, Wanted, want_key
+from qcollect.worker.engine import EngineSettings
+from qcollect.worker.frame import Frame, Moment, Wanted, want_key
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
-from qcollect.worker.saver import Observation, Saver, Source, fix_value
+from qcollect.worker.saver import Saver
 from qcollect.worker.shortfall import Place, Shortfall
+from qcollect.worker.sink import Observer, Sink
 from qcollect.worker.sites import Taps, install, unwrap
 from qcollect.worker.staging import held_bytes
 from qcollect.worker.start import Start
 from qcollect.worker.state import STATE
+from qcollect.worker.statistics import Shadows, StatisticsSink
+from qcollect.worker.tensors import TensorSink
 from qcollect.worker.vote import Ballot, Vote
 
 
@@ -62,6 +62,7 @@ class CollectorSettings:
     device: RankDevice | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
     trigger: TriggerSpec | None = None
+    shadows: Shadows = field(default_factory=dict)
 
 
 class Collector:
@@ -86,12 +87,16 @@ class Collector:
             durability=settings.engine.durability,
             packing=settings.packing,
         )
-        self.engine: CaptureEngine | None = None
         self.paths = RunPaths(settings.run_dir.absolute())
         self.share = sum(cut.count for cut in self.cuts)
+        self._keys = [want_key(capture) for capture in settings.schedule.captures]
+        self._cuts_by_iteration: dict[int, list[Cut]] = {}
+        for cut in self.cuts:
+            self._cuts_by_iteration.setdefault(cut.iteration, []).append(cut)
         # under the launcher a folder with captures is one whose run is resumed
         self.kept = keep(self.paths, self.rank.rank) if settings.is_planned else Kept.of(self.paths.run_dir, ())
         self._refuse_surplus()
+        self.sink = self._make_sink()
         STATE.tracked.clear()  # what an earlier collector of this process tracked
         self.first_iteration, self._first_sample = STATE.iteration(), STATE.sample_idx()
         self.iteration = self.first_iteration
@@ -106,17 +111,13 @@ class Collector:
         self.micro_batch = -1
         self.frame: Frame | None = None
         self._num_sequences = 0
-        self._num_taken = 0
         self._num_taken_before = 0
-        self._num_bytes_taken = 0
-        self._num_written = len(self.kept)
-        self._num_bytes_written = 0
-        self._held: list[tuple[torch.Tensor, Observation, int, Source]] = []
         self._shortfall = Shortfall(
             rank=self.rank.rank,
             captures=settings.schedule.captures,
             next_position=max((cut.count for cut in self.cuts), default=0),
             is_planned=settings.is_planned,
+            replaces=settings.schedule.leaves_files,
         )
         self._is_stopped = False
         self._frames: list[Frame] = []
@@ -139,7 +140,7 @@ class Collector:
         if parameter is not None and parameter.device.type == "cpu":
             self.settings.policy.prepare(parameter.dtype)
         if not self.is_complete and self.settings.enabled:
-            self._start_engine(torch.device("cpu") if parameter is None else parameter.device)
+            self.sink.open(torch.device("cpu") if parameter is None else parameter.device)
         self._taps = install(self.model, self.settings.policy, lambda: self.frame, lambda: self._moment)
         begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
         watch = torch.compiler.disable(self._watch_backward)  # type: ignore[no-untyped-call]
@@ -157,7 +158,7 @@ class Collector:
         self._remove_hooks()
         self._taps.remove()
         self._frames.clear()
-        self._finish_engine(raises=kind is None)
+        self._finish_sink(raises=kind is None)
         if kind is None:
             if self.settings.is_planned and not self._is_stopped:
                 self._announce_end()
@@ -175,33 +176,40 @@ class Collector:
         if not self.settings.policy.is_stochastic:  # whose draws follow the micro-batch
             self._remove_hooks()
 
-    def _start_engine(self, device: torch.device) -> None:
-        self.engine = CaptureEngine(
-            self.saver,
-            self.settings.engine,
-            device=device,
-            needed_bytes=self._most_bytes_of_an_iteration(),
-            num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    def _make_sink(self) -> Sink:
+        settings, schedule = self.settings, self.settings.schedule
+        observer = Observer(
+            quant_type=settings.quant_type,
+            rank=self.rank,
+            loss_scale=settings.loss_scale,
+            trigger=lambda: None if self.start.event is None else self.start.event.to_dict(),
+        )
+        common = (self.saver, settings.engine, observer, self.kept)
+        if schedule.leaves_files:
+            needed_bytes = self._most_bytes_of_an_iteration()
+            return TensorSink(*common, needed_bytes=needed_bytes, on_taken=self._tell_progress)
+        return StatisticsSink(
+            *common, captures=schedule.captures, shadows=settings.shadows, on_taken=self._tell_progress
         )
 
-    def _finish_engine(self, *, raises: bool) -> None:
+    def _tell_progress(self) -> None:
+        self.progress.update(captured=self._num_written, num_bytes=self.sink.num_bytes)
+
+    def _finish_sink(self, *, raises: bool) -> None:
         """Write what is taken; then neither threads nor memory are held any longer."""
-        engine, self.engine = self.engine, None
-        if engine is None:
+        sink = self.sink
+        if not sink.is_open:
             return
-        engine.close()
-        self._note_written(engine)
-        self.progress.update(
-            captured=self._num_written, num_bytes=self._num_bytes_written, waited_s=engine.waited_s, force=True
-        )
-        if engine.num_missing:
+        sink.close()
+        self.progress.update(captured=self._num_written, num_bytes=sink.num_bytes, waited_s=sink.waited_s, force=True)
+        if sink.num_missing:
             warnings.warn(
-                f"qcollect: rank {self.rank.rank}: {engine.num_missing} captures could not be written; the first: "
-                f"{engine.first_missing}",
+                f"qcollect: rank {self.rank.rank}: {sink.num_missing} captures could not be written; the first: "
+                f"{sink.first_missing}",
                 stacklevel=4,
             )
         if raises:
-            engine.check()
+            sink.check()
 
     def _most_bytes_of_an_iteration(self) -> int:
         """In host memory; 0: not known."""
@@ -241,7 +249,8 @@ class Collector:
             raise CaptureError(
                 f"{text}; the model's own forward did not run in training mode (a compiled copy may have)"
             )
-        warnings.warn(f"qcollect: {text}; train longer, or lower the target", stacklevel=3)
+        if self.settings.schedule.leaves_files:
+            warnings.warn(f"qcollect: {text}; train longer, or lower the target", stacklevel=3)
 
     # ---- micro-batches -------------------------------------------------------------------------
 
@@ -253,8 +262,7 @@ class Collector:
         self._moment = self.iteration, self.micro_batch
         if self._is_stopped:
             return
-        if self.engine is not None:
-            self.engine.forget()
+        self.sink.forget()
         tokens = _tokens(args, kwargs)
         num_samples = tokens.shape[0] if tokens is not None and tokens.dim() > 1 else 1
         tracked_sample = self._first_sample + self._num_sequences * self.rank.world_size + self.seat * num_samples
@@ -277,13 +285,12 @@ class Collector:
             micro_batch=self.micro_batch,
             sample_idx=STATE.sample_idx(),
             num_samples=num_samples,
-            token_hash=_hash(tokens) if tokens is not None else None,
             wanted=wanted,
-            sink=self._save,
-            with_scales=self.settings.packing.needs_scales,
+            taker=self.sink,
         )
         if self.kept:
             self._drop_kept(frame)
+        self.sink.begin(frame, tokens)
         self._frames.append(frame)
         self.frame = frame
 
@@ -305,12 +312,10 @@ class Collector:
                 del frame.wanted[want]
 
     def _wanted(self) -> Wanted:
-        wanted = {
-            want_key(capture): (counter, capture)
-            for cut in self._cuts_of_iteration()
-            if cut.micro_batch == self.micro_batch
-            for counter, capture in self._places(cut)
-        }
+        wanted: Wanted = {}
+        for cut in self._cuts_of_iteration():
+            if cut.micro_batch == self.micro_batch:
+                wanted.update(zip(self._keys, self._places(cut), strict=False))
         if self.micro_batch == 0:
             wanted |= self._shortfall.collect(scheduled=wanted)
         return wanted
@@ -319,66 +324,10 @@ class Collector:
         # a schedule counts from the run's first iteration (TENSOR_SAVER_ITERATION may set another number for it), or
         # from the first after the trigger
         start = self.start.iteration
-        return [] if start is None else [cut for cut in self.cuts if cut.iteration == self.iteration - start]
+        return [] if start is None else self._cuts_by_iteration.get(self.iteration - start, [])
 
     def _places(self, cut: Cut) -> list[Place]:
-        captures = self.settings.schedule.captures[: cut.count]
-        return [(cut.start + position, capture) for position, capture in enumerate(captures, start=1)]
-
-    def _save(self, taken: TakenCapture) -> None:
-        planned, frame = taken.planned, taken.frame
-        if self.kept.to_compare:
-            key = key_of(planned, frame, self.rank.rank)
-            if key in self.kept.to_compare:
-                self.kept.compare(key, taken.tensor)
-                self._submit_held()
-                return
-        seen = Observation(
-            layer_type=planned.layer_type,
-            layer_idx=planned.layer_idx,
-            operation=planned.operation,
-            phase=planned.phase,
-            component=planned.component,
-            quant_type=self.settings.quant_type,
-            tensor_name=planned.tensor_name,
-            tensor=planned.tensor,
-            module=planned.module,
-            rank=self.rank,
-            iteration=frame.iteration,
-            micro_batch=frame.micro_batch,
-            sample_idx=frame.sample_idx,
-            num_samples=frame.num_samples,
-            batch_idx=STATE.batch(),
-            sequence_idx=STATE.sequence(),
-            values=planned.values,
-            consumers=taken.consumers,
-            token_layout=taken.token_layout,
-            loss_scale=self.settings.loss_scale,
-            token_hash=frame.token_hash,
-            block_scales=taken.block_scales,
-            sharding=taken.sharding,
-            trigger=None if self.start.event is None else self.start.event.to_dict(),
-        )
-        if self.kept.is_proven(frame.iteration):
-            self._submit(taken.tensor, seen, taken.counter, Source.of(taken.tensor))
-        else:  # the few that a killed run had not finished before the one that is compared
-            self._held.append((fix_value(taken.tensor), seen, taken.counter, Source.of(taken.tensor)))
-
-    def _submit_held(self) -> None:
-        held, self._held = self._held, []
-        for tensor, seen, counter, source in held:
-            self._submit(tensor, seen, counter, source)
-
-    def _submit(self, tensor: torch.Tensor, seen: Observation, counter: int, source: Source) -> None:
-        assert self.engine is not None  # there is something to capture
-        self.engine.submit(tensor, seen, counter, source=source)
-        self._num_taken, self._num_bytes_taken = self.engine.num_taken, self.engine.num_bytes_taken
-        self._note_written(self.engine)
-        self.progress.update(captured=self._num_written, num_bytes=self._num_bytes_written)
-
-    def _note_written(self, engine: CaptureEngine) -> None:
-        self._num_written = len(self.kept) + engine.num_written
-        self._num_bytes_written = engine.num_bytes_written
+        return list(enumerate(self.settings.schedule.captures[: cut.count], start=cut.start + 1))
 
     # ---- iterations ----------------------------------------------------------------------------
 
@@ -389,7 +338,11 @@ class Collector:
     @property
     def num_captured(self) -> int:
         """Captures taken; the last of them may not be on disk yet."""
-        return len(self.kept) + self._num_taken
+        return len(self.kept) + self.sink.num_taken
+
+    @property
+    def _num_written(self) -> int:
+        return len(self.kept) + self.sink.num_written
 
     @property
     def is_complete(self) -> bool:
@@ -419,22 +372,22 @@ class Collector:
         if self._is_stopped:
             self._advance(metrics.get("loss"))
             return True
-        num_taken = self._num_taken - self._num_taken_before
+        num_taken = self.sink.num_taken - self._num_taken_before
         unstarted = [c for c in self._cuts_of_iteration() if c.micro_batch > self.micro_batch]
-        self._shortfall.settle(
+        self.share -= self._shortfall.settle(
             self._frames,
             unstarted=[place for cut in unstarted for place in self._places(cut)],
             iteration=self.iteration,
             num_taken=num_taken,
         )
-        self._num_taken_before = self._num_taken
+        self._num_taken_before = self.sink.num_taken
         event = self.start.observe(self.iteration, metrics)
         self._advance(metrics.get("loss"))
-        if self.engine is not None:
-            self.engine.forget()
-            self.engine.check()
+        if self.sink.is_open:
+            self.sink.end_iteration()
+            self.sink.check()
             if self.is_complete:  # the others may not be
-                self._finish_engine(raises=True)
+                self._finish_sink(raises=True)
         decision = self._vote.decide(self._ballot(event))
         if decision.event is not None:
             self.start.begin(decision.event)
@@ -443,7 +396,7 @@ class Collector:
             self._is_stopped = True
             self._leave_capturing()
             self.progress.update(state="draining", force=True)
-            self._finish_engine(raises=True)
+            self._finish_sink(raises=True)
         return decision.ends
 
     def _advance(self, loss: float | None) -> None:
@@ -474,11 +427,11 @@ class Collector:
 
     def _bytes_ahead(self) -> int:
         """What this rank's files come to with the next iteration that captures."""
-        sizes = [capture.num_bytes + FILE_OVERHEAD_BYTES for capture in self.settings.schedule.captures]
+        sizes = self.settings.schedule.sizes
         num_over = 0 if self.start.iteration is None else self.iteration - self.start.iteration
         ahead = [cut for cut in self.cuts if cut.iteration >= num_over]
         following = [cut for cut in ahead if cut.iteration == ahead[0].iteration]
-        return self.kept.num_bytes + self._num_bytes_taken + sum(sum(sizes[: cut.count]) for cut in following)
+        return self.kept.num_bytes + self.sink.num_bytes_taken + sum(sum(sizes[: cut.count]) for cut in following)
 
 
 def seat(rank: RankInfo) -> int:
@@ -514,10 +467,3 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Non
     named = kwargs.get("input_ids")
     candidates = [named, *args, *kwargs.values()]
     return next((value for value in candidates if isinstance(value, torch.Tensor)), None)
-
-
-def _hash(tokens: torch.Tensor) -> str:
-    """xxh3-64 of the micro-batch's first input, so that runs can prove they saw the same tokens."""
-    data = tokens.detach().cpu().contiguous()
-    num_bytes = data.numel() * data.element_size()
-    return xxhash.xxh3_64(ctypes.string_at(data.data_ptr(), num_bytes) if num_bytes else b"").hexdigest()

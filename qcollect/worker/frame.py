@@ -5,18 +5,17 @@ a capture always carries the iteration, micro-batch and sample of the forward it
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from qcollect.formats.quantized import ScaleCodes
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import Gemm, LayerType
 from qcollect.worker.gemm import Operand
 from qcollect.worker.policy import Quantizers, Use
-from qcollect.worker.sharding import describe_sharding, is_sharded, local_of
+from qcollect.worker.sharding import is_sharded
 
 Moment = tuple[int, int]  # iteration, micro-batch
 WantKey = tuple[str, str, Gemm | None]  # module, tensor name, gemm (None: the original)
@@ -27,23 +26,39 @@ def want_key(capture: PlannedCapture) -> WantKey:
     return capture.module, capture.tensor_name, capture.gemm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakenCapture:
-    """A wanted tensor, seen; of a DTensor this rank's part.
+class Claim(NamedTuple):
+    """A wanted capture that has come up: it is wanted no more.
 
-    Args:
-        counter: its place in the schedule.
-        block_scales: of a quantized copy.
+    ``counter`` is its place in the schedule, ``token_layout`` the meaning of its dimensions.
     """
 
-    planned: PlannedCapture
-    counter: int
     frame: "Frame"
-    tensor: torch.Tensor
-    consumers: list[dict[str, Any]]
+    counter: int
+    planned: PlannedCapture
     token_layout: str
-    sharding: dict[str, Any] | None = None
-    block_scales: ScaleCodes | None = None
+
+
+class Taker(Protocol):
+    """What becomes of wanted tensors. Whatever is kept of one is its value at the moment of the call.
+
+    ``describes_consumers``: originals come with an entry for each gemm that reads them.
+    """
+
+    @property
+    def describes_consumers(self) -> bool: ...
+
+    def take(self, claim: Claim, tensor: torch.Tensor, consumers: Sequence[dict[str, Any]]) -> None:
+        """An original; of a DTensor this rank's part is taken."""
+
+    def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
+        """What a gemm consumes, and what is wanted of it.
+
+        Args:
+            quantize: ``Use.operand`` or ``Use.whole``.
+        """
+
+    def consume_both(self, claims: tuple[Claim | None, Claim | None], uses: tuple[Use, Use]) -> tuple[Operand, Operand]:
+        """What two gemms consume of one matrix, along its last axis and along its first; one of them is wanted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,17 +66,16 @@ class Frame:
     """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted.
 
     ``num_calls`` counts the calls of each module, those without grad and those with grad apart; ``counts`` holds what
-    was counted over operands; ``with_scales``: quantized copies come with the scales of their blocks.
+    was counted over operands.
     """
 
     iteration: int
     micro_batch: int
     sample_idx: int
     num_samples: int
-    token_hash: str | None
     wanted: Wanted
-    sink: Callable[[TakenCapture], None]
-    with_scales: bool = False
+    taker: Taker
+    token_hash: str | None = None
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
     counts: dict[tuple[Hashable, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -77,8 +91,10 @@ class Frame:
     def was_called(self, module: str) -> bool:
         return (module, True) in self.num_calls or (module, False) in self.num_calls
 
-    def wants(self, module: str, tensor_name: str, gemm: Gemm | None = None) -> bool:
-        return (module, tensor_name, gemm) in self.wanted
+    def claim(self, module: str, tensor_name: str, gemm: Gemm | None = None, *, token_layout: str) -> Claim | None:
+        """The wanted capture that this is, once; None: it is not wanted, or not any more."""
+        found = self.wanted.pop((module, tensor_name, gemm), None)
+        return None if found is None else Claim(self, *found, token_layout)
 
     def describe(self, module: str, use: Use) -> dict[str, Any]:
         """``Use.describe``; the elements clamped are counted once for an original and its quantized copies."""
@@ -86,32 +102,6 @@ class Frame:
         if key not in self.counts:
             self.counts[key] = use.num_saturated()
         return use.describe(self.counts[key])
-
-    def take(
-        self,
-        module: str,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        *,
-        gemm: Gemm | None = None,
-        consumers: list[dict[str, Any]],
-        token_layout: str,
-        block_scales: ScaleCodes | None = None,
-    ) -> None:
-        """Hand one wanted tensor on; the caller has asked ``wants``."""
-        counter, planned = self.wanted.pop((module, tensor_name, gemm))
-        self.sink(
-            TakenCapture(
-                planned=planned,
-                counter=counter,
-                frame=self,
-                tensor=local_of(tensor),
-                consumers=consumers,
-                token_layout=token_layout,
-                block_scales=block_scales,
-                sharding=describe_sharding(tensor),
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +131,7 @@ class ModuleTap:
         token_layout: str,
         matrix: torch.Tensor | None = None,
     ) -> Operand:
-        """``tensor`` as ``gemm`` consumes it; its quantized copy is offered to the frame.
+        """``tensor`` as ``gemm`` consumes it, which is offered to the frame.
 
         Args:
             frame: of the forward this belongs to; None when nothing is captured.
@@ -153,12 +143,37 @@ class ModuleTap:
             matrix: the operand as the gemm sees it, where that is not ``tensor``.
         """
         operand = tensor if matrix is None else matrix
-        if self.quantizers[tensor_name, gemm].is_identity:
-            return Operand(values=operand)
-        use = self._use(tensor_name, gemm, operand, moment)
-        consumed = use.operand()
-        self._offer(frame, use, consumed, token_layout)
-        return consumed
+        return self._consume(frame, tensor_name, operand, gemm, moment, token_layout, Use.operand)
+
+    def values(
+        self,
+        frame: Frame | None,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        gemm: Gemm,
+        moment: Moment,
+        *,
+        token_layout: str,
+    ) -> torch.Tensor:
+        """As ``operand``, for a kernel whose result no factor can be multiplied into."""
+        return self._consume(frame, tensor_name, tensor, gemm, moment, token_layout, Use.whole).values
+
+    def _consume(
+        self,
+        frame: Frame | None,
+        tensor_name: str,
+        operand: torch.Tensor,
+        gemm: Gemm,
+        moment: Moment,
+        token_layout: str,
+        quantize: Callable[..., Operand],
+    ) -> Operand:
+        claim = None if frame is None else frame.claim(self.module, tensor_name, gemm, token_layout=token_layout)
+        if claim is None:
+            if self.quantizers[tensor_name, gemm].is_identity:
+                return Operand(values=operand)
+            return quantize(self._use(tensor_name, gemm, operand, moment))
+        return claim.frame.taker.consume(claim, self._use(tensor_name, gemm, operand, moment), quantize)
 
     def operands(
         self,
@@ -177,43 +192,13 @@ class ModuleTap:
             )
             return last, first
         last_use, first_use = (self._use(tensor_name, gemm, matrix, moment) for gemm in gemms)
-        last, first = last_use.operands_with(first_use)
-        self._offer(frame, last_use, last, token_layout)
-        self._offer(frame, first_use, first, token_layout)
-        return last, first
-
-    def _offer(self, frame: Frame | None, use: Use, consumed: Operand, token_layout: str) -> None:
-        if frame is None or not frame.wants(self.module, use.tensor_name, use.gemm):
-            return
-        values = consumed.values if consumed.factor is None else use.values()
-        consumers = [frame.describe(self.module, use)]
-        frame.take(
-            self.module,
-            use.tensor_name,
-            values,
-            gemm=use.gemm,
-            consumers=consumers,
-            token_layout=token_layout,
-            block_scales=use.binding.scales() if frame.with_scales else None,
-        )
-
-    def values(
-        self,
-        frame: Frame | None,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        gemm: Gemm,
-        moment: Moment,
-        *,
-        token_layout: str,
-    ) -> torch.Tensor:
-        """As ``operand``, for a kernel whose result no factor can be multiplied into."""
-        if self.quantizers[tensor_name, gemm].is_identity:
-            return tensor
-        use = self._use(tensor_name, gemm, tensor, moment)
-        consumed = Operand(values=use.values())
-        self._offer(frame, use, consumed, token_layout)
-        return consumed.values
+        if frame is not None:
+            along_last, along_first = (
+                frame.claim(self.module, tensor_name, gemm, token_layout=token_layout) for gemm in gemms
+            )
+            if along_last is not None or along_first is not None:
+                return frame.taker.consume_both((along_last, along_first), (last_use, first_use))
+        return last_use.operands_with(first_use)
 
     def _use(self, tensor_name: str, gemm: Gemm, operand: torch.Tensor, moment: Moment) -> Use:
         return Use.of(
@@ -245,14 +230,14 @@ class ModuleTap:
         """
         if frame is None:
             return
-        is_wanted = frame.wants(self.module, tensor_name)
+        claim = frame.claim(self.module, tensor_name, token_layout=token_layout)
         consumers = []
-        for gemm, matrix in (matrices or {}).items():
+        for gemm, matrix in (matrices or {}).items() if frame.taker.describes_consumers else ():
             # an abs max over ranks is asked for by all of them, also those that have their share
-            if self.quantizers[tensor_name, gemm].is_identity or not (is_wanted or is_sharded(matrix)):
+            if self.quantizers[tensor_name, gemm].is_identity or not (claim is not None or is_sharded(matrix)):
                 continue
             use = self._use(tensor_name, gemm, matrix, (frame.iteration, frame.micro_batch))
-            if is_wanted:
+            if claim is not None:
                 consumers.append(frame.describe(self.module, use))
-        if is_wanted:
-            frame.take(self.module, tensor_name, tensor, consumers=consumers, token_layout=token_layout)
+        if claim is not None:
+            frame.taker.take(claim, tensor, consumers)

@@ -161,10 +161,20 @@ class _MetaFrame:
     def of_call(self, module: str) -> "_MetaFrame":
         return self
 
-    def wants(self, module: str, tensor_name: str, gemm: Gemm | None = None) -> bool:
-        return gemm is None and tensor_name not in self._seen.setdefault(module, _Sighting()).shapes
+    @property
+    def taker(self) -> "_MetaFrame":
+        return self
 
-    def take(self, module: str, tensor_name: str, tensor: torch.Tensor, **_: object) -> None:
+    describes_consumers = False
+
+    def claim(
+        self, module: str, tensor_name: str, gemm: Gemm | None = None, *, token_layout: str
+    ) -> tuple[str, str] | None:
+        is_new = gemm is None and tensor_name not in self._seen.setdefault(module, _Sighting()).shapes
+        return (module, tensor_name) if is_new else None
+
+    def take(self, claim: tuple[str, str], tensor: torch.Tensor, _: object) -> None:
+        module, tensor_name = claim
         sighting = self._seen[module]
         sighting.shapes[tensor_name] = tuple(tensor.shape)
         sighting.needs_grad[tensor_name] = tensor.requires_grad

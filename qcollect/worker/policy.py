@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qcollect.formats.binding import Binding, values_of_both
+from qcollect.formats.eager import Choices
 from qcollect.formats.quantizer import prepare
 from qcollect.formats.random import seed_of
 from qcollect.formats.resolved import Quantizer
@@ -52,6 +53,10 @@ class QuantPolicy:
     seed: int = 0
     compile: bool = False
 
+    def by_layer_type(self, layer_type: LayerType) -> Quantizers:
+        """Those of its modules, but for the ones left alone."""
+        return self.linear if layer_type == LayerType.LINEAR else self.attention
+
     @classmethod
     def from_spec(cls, spec: QuantSpec, seed: int = 0) -> "QuantPolicy":
         """The policy of a recipe; ``seed`` is the run's.
@@ -68,6 +73,9 @@ class QuantPolicy:
         if spec.attention == "none":
             attention = dict.fromkeys(ATTENTION_AXES, none)
         linear = {operand: _quantizer(spec, operand[0], operand[1], axis) for operand, axis in LINEAR_AXES.items()}
+        # equal ones are one object, by which they are known: comparing them takes longer than a small launch
+        kept: dict[Quantizer, Quantizer] = {}
+        linear, attention = ({o: kept.setdefault(q, q) for o, q in them.items()} for them in (linear, attention))
         return cls(
             quant_type=spec.type,
             linear=linear,
@@ -97,7 +105,7 @@ class QuantPolicy:
         """By (tensor name, gemm) for one module; identities if it is excluded (or None: the output head)."""
         if module is None or self.excludes(module):
             return dict.fromkeys(AXES[layer_type], Quantizer.create("none"))
-        return self.linear if layer_type == LayerType.LINEAR else self.attention
+        return self.by_layer_type(layer_type)
 
 
 def _quantizer(spec: QuantSpec, tensor_name: str, gemm: Gemm, axis: int) -> Quantizer:
@@ -119,6 +127,15 @@ def _quantizer(spec: QuantSpec, tensor_name: str, gemm: Gemm, axis: int) -> Quan
     )
 
 
+def _draw(
+    quantizer: Quantizer, seeds: tuple[int, int, int, str], tensor_name: str, gemm: Gemm
+) -> tuple[int | None, int]:
+    """The seeds of stochastic rounding (None: it does not round so) and of a Hadamard transform's signs."""
+    run_seed, _, _, module = seeds
+    hadamard_seed = seed_of(run_seed, "hadamard", module, gemm) if quantizer.hadamard else 0
+    return seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None, hadamard_seed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
     """One gemm's use of one operand: its quantizer bound to the original, and what was drawn and measured for it.
@@ -133,6 +150,7 @@ class Use:
     tensor_name: str
     gemm: Gemm
     amax: torch.Tensor | None
+    seeds: tuple[int, int, int, str]
     seed: int | None
     hadamard_seed: int
 
@@ -153,10 +171,8 @@ class Use:
             seeds: the run's, iteration, micro-batch, module. Both operands of a gemm share the signs of their
                 Hadamard transform, which stay the same all through training.
         """
-        run_seed, _, _, module = seeds
-        hadamard_seed = seed_of(run_seed, "hadamard", module, gemm) if quantizer.hadamard else 0
+        seed, hadamard_seed = _draw(quantizer, seeds, tensor_name, gemm)
         amax = quantizer.amax_of(original, hadamard_seed=hadamard_seed)
-        seed = seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None
         return cls(
             original=original,
             binding=quantizer.bind(local_of(original), amax=amax, seed=seed, hadamard_seed=hadamard_seed),
@@ -165,17 +181,43 @@ class Use:
             tensor_name=tensor_name,
             gemm=gemm,
             amax=amax,
+            seeds=seeds,
             seed=seed,
             hadamard_seed=hadamard_seed,
         )
+
+    def under(self, quantizer: Quantizer, choices: Choices | None = None) -> Binding:
+        """This rank's part alone bound to another quantizer, as a use by that one would be; no other rank is asked.
+
+        Args:
+            choices: the quantizer's for such a tensor, where nothing is drawn; None: to be found.
+        """
+        if choices is not None:
+            return quantizer.rebind(self.binding.x, choices)
+        seed, hadamard_seed = _draw(quantizer, self.seeds, self.tensor_name, self.gemm)
+        return quantizer.bind(self.binding.x, seed=seed, hadamard_seed=hadamard_seed)
 
     def values(self) -> torch.Tensor:
         """The values consumed, in the dtype of the original: what is captured."""
         return like(self.original, self.binding.values())
 
-    def operand(self) -> Operand:
-        """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result."""
-        return Operand(values=like(self.original, self.binding.operand()), factor=self._factor())
+    def whole(self, totals: torch.Tensor | None = None) -> Operand:
+        """``values``, for a kernel whose result no factor can be multiplied into. Arguments as in ``operand``."""
+        if self.quantizer.is_identity:
+            return Operand(values=self.original)
+        local = self.binding.values() if totals is None else self.binding.measured_values(totals)
+        return Operand(values=like(self.original, local))
+
+    def operand(self, totals: torch.Tensor | None = None) -> Operand:
+        """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result.
+
+        Args:
+            totals: (8,) float64, where what quantization does to the original is counted in the same pass.
+        """
+        if self.quantizer.is_identity:
+            return Operand(values=self.original)
+        local = self.binding.operand() if totals is None else self.binding.measured_operand(totals)
+        return Operand(values=like(self.original, local), factor=self._factor())
 
     def operands_with(self, first: "Use") -> tuple[Operand, Operand]:
         """``operand`` of this use, along the last axis, and of ``first``, along the first axis of the same original."""

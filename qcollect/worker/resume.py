@@ -6,7 +6,7 @@ that captures of two different trainings never end up in one folder.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,18 +27,24 @@ class Kept:
     """The captures that are there, by key, and those to be compared."""
 
     run_dir: Path
-    files: dict[CaptureKey, str]
+    files: dict[CaptureKey, str | None]
     to_compare: frozenset[CaptureKey]
     num_bytes: int
+    statistics: dict[CaptureKey, ManifestRecord] = field(default_factory=dict)  # of those to be compared without a file
     compared: set[CaptureKey] = field(default_factory=set)
 
     @classmethod
     def of(cls, run_dir: Path, records: Sequence[ManifestRecord]) -> "Kept":
         """``records`` in the order they were saved."""
-        keys = {CaptureKey.from_metadata(record.metadata): record.file for record in records}
-        last_of = {key.iteration: key for key in keys}
-        num_bytes = sum(record.bytes for record in records)
-        return cls(run_dir=run_dir, files=keys, to_compare=frozenset(last_of.values()), num_bytes=num_bytes)
+        keyed = [(CaptureKey.from_metadata(record.metadata), record) for record in records]
+        last_of = {key.iteration: (key, record) for key, record in keyed}
+        return cls(
+            run_dir=run_dir,
+            files={key: record.file for key, record in keyed},
+            to_compare=frozenset(key for key, _ in last_of.values()),
+            num_bytes=sum(record.bytes or 0 for record in records),
+            statistics={key: record for key, record in last_of.values() if record.is_statistics},
+        )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -57,18 +63,33 @@ class Kept:
         Raises:
             CaptureError: it is not, or the file cannot be read.
         """
-        path = self.run_dir / self.files[key]
+        file = self.files[key]
+        assert file is not None
+        path = self.run_dir / file
         content = load_capture(path)
         stored, computed = content["tensor"], stored_part(content, fix_value(tensor))
-        if is_same(stored, computed):
-            self.compared.add(key)
-            return
-        raise CaptureError(
-            f"rank {key.rank}, iteration {key.iteration}: {key.module} {key.tensor_name}, computed again to resume the "
-            f"run, is not what {path} holds ({_difference(stored, computed)}); this machine, its devices or its "
-            "versions do not repeat that training. Nothing was added to the run in this iteration or after it: "
-            "resume where it began, or begin anew with --overwrite"
-        )
+        if not is_same(stored, computed):
+            raise _not_repeated(key, f"{path} holds ({_difference(stored, computed)})")
+        self.compared.add(key)
+
+    def compare_statistics(self, key: CaptureKey, computed: ManifestRecord) -> None:
+        """Nothing, if the statistics of ``key`` are those its line has.
+
+        Raises:
+            CaptureError: they are not.
+        """
+        stored = self.statistics[key]
+        if (stored.tensor_info, stored.errors) != (computed.tensor_info, computed.errors):
+            raise _not_repeated(key, "its line in the manifest says")
+        self.compared.add(key)
+
+
+def _not_repeated(key: CaptureKey, what: str) -> CaptureError:
+    return CaptureError(
+        f"rank {key.rank}, iteration {key.iteration}: {key.module} {key.tensor_name}, computed again to resume the "
+        f"run, is not what {what}; this machine, its devices or its versions do not repeat that training. Nothing was "
+        "added to the run in this iteration or after it: resume where it began, or begin anew with --overwrite"
+    )
 
 
 def keep(paths: RunPaths, rank: int) -> Kept:
@@ -82,7 +103,8 @@ def keep(paths: RunPaths, rank: int) -> Kept:
     if not paths.run_dir.is_dir():
         return Kept.of(paths.run_dir, ())
     repair_rank(paths, rank)
-    return Kept.of(paths.run_dir, read_manifest(paths.manifest_path(rank)))
+    kept = Kept.of(paths.run_dir, read_manifest(paths.manifest_path(rank)))
+    return replace(kept, num_bytes=paths.manifest_path(rank).stat().st_size) if kept.statistics else kept
 
 
 def key_of(planned: PlannedCapture, frame: Frame, rank: int) -> CaptureKey:

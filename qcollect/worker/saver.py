@@ -193,7 +193,7 @@ class Saver:
             num_samples=seen.num_samples,
             block_scales=seen.block_scales,
         )
-        metadata = _metadata(seen, self.run_id, self.device, now, packed.metadata)
+        metadata = describe_capture(seen, self.run_id, self.device, now, packed.metadata)
         stored = self._write(packed.entries, tensor_info, metadata, seen, counter, now)
         self._list(stored, seen.rank.rank, tensor_info, metadata)
         if os.environ.get("QCOLLECT_LOG") == "debug":
@@ -287,9 +287,10 @@ def _describe_device(device: RankDevice | None) -> dict[str, Any]:
     return {name: None if device is None else getattr(device, name) for name in names}
 
 
-def _metadata(
+def describe_capture(
     seen: Observation, run_id: str, device: dict[str, Any], now: datetime, packed: dict[str, Any]
 ) -> dict[str, Any]:
+    """``metadata``; ``packed`` says how the tensor is stored."""
     known: dict[str, Any] = {
         "schema": METADATA_SCHEMA,
         "rank": seen.rank.rank,

@@ -28,12 +28,14 @@ class Shortfall:
         captures: the schedule's list.
         next_position: of the list, behind the rank's cut.
         is_planned: whether a missing capture is an error.
+        replaces: whether others of the list are taken instead; where all of them are taken anyhow, less comes.
     """
 
     rank: int
     captures: Sequence[PlannedCapture]
     next_position: int
     is_planned: bool
+    replaces: bool = True
     _owed: list[Place] = field(default_factory=list)
     _impossible: set[WantKey] = field(default_factory=set)
     _absent: set[WantKey] = field(default_factory=set)
@@ -63,14 +65,17 @@ class Shortfall:
             self.next_position += 1
         return None
 
-    def settle(self, frames: Iterable[Frame], *, unstarted: Iterable[Place], iteration: int, num_taken: int) -> None:
-        """End an iteration: what its frames still want is owed.
+    def settle(self, frames: Iterable[Frame], *, unstarted: Iterable[Place], iteration: int, num_taken: int) -> int:
+        """End an iteration: what its frames still want is owed, or will not come.
 
         Args:
             frames: of the iteration's micro-batches.
             unstarted: wanted of micro-batches that were to come and did not.
             iteration: for messages.
             num_taken: captures it gave.
+
+        Returns:
+            How many will not come.
 
         Raises:
             CaptureError: the run is planned, or several iterations in a row gave nothing of what is owed.
@@ -86,7 +91,7 @@ class Shortfall:
         if not missing:
             if self._owed and not num_taken:
                 self._refuse_idling()
-            return
+            return 0
         counter, first = missing[0]
         named = f"{len(missing)} captures, first number {counter}, {first.module} {first.operation} {first.tensor_name}"
         if self.is_planned:
@@ -98,7 +103,10 @@ class Shortfall:
         self._num_idle = 0 if num_taken else self._num_idle + 1
         if self._num_idle >= MAX_IDLE_ITERATIONS or len(self._impossible) == len(self.captures):
             raise CaptureError(f"rank {self.rank}: {named} do not come up in the model's training forward")
+        if not self.replaces:
+            return len(missing)
         self._owed += missing
+        return 0
 
     def _refuse_idling(self) -> None:
         """What is owed is asked for in every iteration: nothing ran that could give it."""
@@ -116,6 +124,8 @@ class Shortfall:
             self._told.update(names)
             warnings.warn(
                 f"qcollect: rank {self.rank}: not called in iteration {iteration}: {summarize(names)}; "
-                "what was to be captured there is taken elsewhere",
+                + (
+                    "what was to be captured there is taken elsewhere" if self.replaces else "nothing is captured there"
+                ),
                 stacklevel=4,
             )

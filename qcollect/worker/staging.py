@@ -138,7 +138,7 @@ class Stager:
         The same memory, unchanged since it was staged for another capture, is not copied again.
         """
         value = plain_value(tensor)
-        identity = _identity(value)
+        identity = identity_of(value)
         known = self._find(identity)
         if known is not None:
             self.num_shared += 1
@@ -425,8 +425,10 @@ class _Lane:
 
     def _note_stream(self) -> torch.cuda.Stream:
         """The current stream, which makes something that is to be sent."""
-        stream = torch.cuda.current_stream(self._device)
-        self._sources[stream.stream_id] = stream
+        raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # at a tenth of the time
+        stream = self._sources.get(raw)
+        if stream is None:
+            stream = self._sources[raw] = torch.cuda.current_stream(self._device)
         return stream
 
 
@@ -451,7 +453,7 @@ def _is_over(event: torch.cuda.Event | None) -> bool:
     return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
 
-def _identity(value: Tensor) -> _Identity | None:
+def identity_of(value: Tensor) -> _Identity | None:
     """What tells that two tensors are the same memory with the same content; None where nothing tells."""
     if value.is_inference() or value.numel() == 0:
         return None

@@ -14,7 +14,7 @@ def load(*settings, target=None, nproc=None, gpu_ids=None, types=()):
 
 
 def test_a_flag_wins_over_a_setting_and_a_setting_over_the_recipe():
-    assert load().capture.target == 50
+    assert load().capture.num_wanted == 50
     assert load("capture.target=7").capture.target == 7
     assert load("capture.target=7", target=8).capture.target == 8
 

@@ -11,6 +11,8 @@ from quantization_paths import why_not_interpreted
 
 from qcollect.formats import triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.formats.error_stats import NUM_TOTALS
+from qcollect.formats.quantizer import Quantizer
 from qcollect.formats.scales import tensor_amax
 
 if why_not_interpreted():
@@ -85,7 +87,7 @@ def test_counts_of_one_program_whose_tiles_are_far_apart(
     """The first tile sets the windows of exponents and scale codes; others lie below, across, above, are not finite."""
     sizes = {key: TileSize(elements=1024, num_warps=1) for key in triton_launch._TILE_SIZES}
     monkeypatch.setattr(triton_launch, "_TILE_SIZES", sizes)
-    monkeypatch.setattr(triton_launch, "_NUM_STATS_PROGRAMS", {"stats": 1, "histograms": 1})
+    monkeypatch.setattr(triton_launch, "_NUM_STATS_PROGRAMS", 1)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(7 * 32, 32, generator=generator)
     x[32:64] *= 2.0**-25
@@ -114,6 +116,22 @@ def test_counts_of_a_tile_of_equal_numbers(fill: float) -> None:
     found = triton_launch.run_with_stats(x, out, choices, None, with_tensor_scale=True, histograms=True)
     exponents = (x.to(torch.float32).view(torch.int32) >> 23) & 0xFF
     assert torch.equal(found.exponent_counts, torch.bincount(exponents.flatten(), minlength=256))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_what_a_cast_does_to_all_numbers_of_its_own_dtype_is_counted(name: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+    choices = gpu.make_choices(QUANT_TYPES[name], x)
+    assert triton_launch.supports_stats(x, choices)
+    totals = torch.empty(NUM_TOTALS, dtype=torch.float64)
+    found = triton_launch.run_with_stats(
+        x, torch.empty_like(x), choices, None, with_tensor_scale=True, histograms=False, totals=totals
+    )
+    assert found.totals is totals
+    expected = Quantizer.create(name).bind(x).with_stats(histograms=False)[1].totals.tolist()
+    assert totals[0].item() == pytest.approx(expected[0], rel=1e-6)
+    assert totals[1:].tolist() == expected[1:]
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", "hifp8"])

@@ -86,7 +86,7 @@ def test_groups_are_whole_with_forward_and_backward_together(llama_sites):
 def test_sixteen_layers_give_800_captures_and_the_default_target_is_one_whole_layer(llama_sites):
     captures = choose_captures(llama_sites(16), MXFP8, CaptureSpec())
     assert len(captures) == 800
-    assert {c.layer_idx for c in captures[: CaptureSpec().target]} == {8}
+    assert {c.layer_idx for c in captures[: CaptureSpec().num_wanted]} == {8}
 
 
 # ---- values ------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ def test_byte_order_mark_and_windows_lines_are_taken(tmp_path: Path, minimal: st
 def test_unknown_key_names_file_line_and_the_known_ones(refusals: Refusals, minimal: str) -> None:
     assert refusals(f"{minimal}capture:\n  target: 5\n  layer: [3]\n") == [
         "r.yaml:5: unknown key 'capture.layer'; known: target, layers, modules, layer_types, operations, phases, "
-        "tensor_names, iterations, ranks, samples, tokens, values, mode, layout, host_memory_gb, durability, on_error, "
-        "storage, scales, compress, trigger. "
+        "tensor_names, iterations, ranks, samples, tokens, values, mode, shadow, layout, host_memory_gb, durability, "
+        "on_error, storage, scales, compress, trigger. "
         "Did you mean 'layers'?"
     ]
 
@@ -157,8 +157,20 @@ def test_all_errors_are_listed_in_the_order_of_the_file_then_of_the_overrides(re
          "capture.operations: 'sideways' matches nothing; there are: forward, backward"),
         ("capture: {tensor_names: [querry]}",
          "capture.tensor_names: 'querry' matches nothing; did you mean 'query' or 'grad_query'?"),
-        ("capture: {mode: stats}", "capture.mode is 'stats'; this version does not serve it; use tensors"),
-        ("capture: {mode: all}", "capture.mode is 'all'; known: tensors."),
+        ("capture: {mode: stats, target: 9}", "capture.target is 9, and capture.mode stats takes everything its "
+         "selectors leave; leave it out (capture.target=null), and bound the run by train.iterations"),
+        ("capture: {mode: stats, scales: true}",
+         "capture.scales is True, and with capture.mode stats no file has it; leave it out"),
+        ("capture: {mode: stats, durability: file}",
+         "capture.durability is 'file', and with capture.mode stats there are no files; use none or all"),
+        ("capture: {mode: stats, shadow: [mxfp4, mxfp4]}",
+         "capture.shadow is ['mxfp4', 'mxfp4']; a quant type is named twice"),
+        ("capture: {mode: stats, shadow: none}", "capture.shadow names none, which quantizes nothing; leave it out"),
+        ("capture: {shadow: mxfp4}", "capture.shadow is mxfp4, and shadow types are measured with capture.mode stats "
+         "only; set it, or leave them out"),
+        ("capture: {mode: stats, values: original, shadow: mxfp4}", "capture.shadow is mxfp4, and capture.values "
+         "'original' measures no errors; set capture.values to quantized or both"),
+        ("capture: {mode: all}", "capture.mode is 'all'; known: tensors, stats."),
         ("capture: {tokens: 4-9}",
          "capture.tokens is '4-9': index 8 does not exist, there are 8 (0-7); see data.sequence_length"),
         ("capture: {tokens: half}", "capture.tokens is 'half': 'half' is not an index (3), a range (0-3), every:N, "
@@ -317,7 +329,7 @@ def test_override_values_are_read_as_yaml(write_recipe: Write) -> None:
 
 def test_override_of_a_section_replaces_it(write_recipe: Write) -> None:
     capture = load_with(write_recipe, "capture={target: 3}").capture
-    assert (capture.target, capture.values) == (3, "original")
+    assert (capture.target, capture.chosen_values) == (3, "original")
 
 
 def test_checkpoint_is_exchanged_for_random_weights_by_overrides(write_recipe: Write) -> None:
@@ -356,7 +368,7 @@ def test_path_in_an_override_is_taken_as_it_stands(write_recipe: Write) -> None:
         ("capture.target", "--set 'capture.target': must be key=value, like capture.target=100"),
         ("=3", "--set '=3': must be key=value, like capture.target=100"),
         ("capture.target=[1", "--set capture.target: not valid YAML: "),
-        ("capture.target=", "--set capture.target: capture.target is null; must be a whole number"),
+        ("train.iterations=", "--set train.iterations: train.iterations is null; must be a whole number"),
         ("capture={target: 1, target: 2}", "--set capture: duplicate key 'target', first on line 1"),
         ("capture.values=bth",
          "--set capture.values: capture.values is 'bth'; known: original, quantized, both. Did you mean 'both'?"),

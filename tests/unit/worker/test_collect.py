@@ -263,7 +263,9 @@ def test_folder_that_cannot_be_written_is_named(tmp_path):
         ),
         ({"attention": "qk"}, UsageError, "collect: quant.attention is 'qk'; known: qkv, none."),
         ({"layout": "flatt"}, UsageError, "collect: capture.layout is 'flatt'; known: flat, by_iteration."),
-        ({"mode": "stats"}, UsageError, "collect: capture.mode is 'stats'; this version does not serve it"),
+        ({"mode": "stats"}, UsageError, "collect: capture.target is 5, and capture.mode stats takes everything its "),
+        ({"shadow": ["mxfp4"]}, UsageError, "collect: capture.shadow is mxfp4, and shadow types are measured with "),
+        ({"mode": "all"}, UsageError, "collect: capture.mode is 'all'; known: tensors, stats"),
         ({"hifp8_scale": "always"}, UsageError, "collect: quant.hifp8_scale is 'always'; known: "),
         (
             {"overrides": {"wgard": {"type": "bf16"}}},

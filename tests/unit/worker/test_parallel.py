@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import qcollect
-from qcollect.formats.quantizer import fake_quantize
+from qcollect.formats.quantizer import Quantizer, bind_consumer, fake_quantize
 
 pytestmark = pytest.mark.integration
 
@@ -101,6 +102,10 @@ for name, module in layer.named_modules():
 ids = torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(1))
 train("llama", llama, "none", 100, input_ids=ids, labels=ids)
 train("llama_fp8", llama, "fp8_e4m3", 100, input_ids=ids, labels=ids)
+settings = {"mode": "stats", "num_iterations": 1, "shadow": ["nvfp4"]}
+with qcollect.collect(llama, "fp8_e4m3", folder / "llama_stats", **settings) as run:
+    step(llama, input_ids=ids, labels=ids)
+    report["stats_done"] = run.step()
 
 matrix = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 quantizer = Quantizer.create("nvfp4", hadamard=16)
@@ -231,6 +236,26 @@ def test_kernel_that_runs_on_a_ranks_heads_says_which(two_ranks):
     for capture in both:
         (entry,) = capture.metadata["consumers"]
         assert (entry["amax"], entry["amax_scope"]) == (largest, "2 ranks")
+
+
+def test_statistics_are_those_of_the_ranks_part(two_ranks):
+    folder, reports = two_ranks
+    assert all(report["stats_done"] for report in reports)
+    files = {c.key: c for c in qcollect.open_run(folder / "llama_fp8")}
+    lines = {c.key: c for c in qcollect.open_run(folder / "llama_stats")}
+    assert len(lines) == 2 * 95 and files.keys() <= lines.keys()
+    for key, capture in lines.items():
+        file = files[replace(key, values="original", gemm=None)]
+        assert capture.metadata["sharding"] == file.metadata["sharding"] or key.gemm
+        if key.gemm is None:
+            assert capture.tensor_info == file.tensor_info
+            continue
+        (entry,) = capture.metadata["consumers"]
+        assert entry == next(e for e in file.metadata["consumers"] if e["gemm"] == key.gemm)
+        part = file.load().reshape(entry["shape"])
+        assert capture.errors["fp8_e4m3"] == bind_consumer(part, entry).with_stats(histograms=False)[1].describe()
+        alone = Quantizer.create("nvfp4", axis=entry["axis"]).apply_with_stats(part)[1]
+        assert capture.errors["nvfp4"] == alone.describe()
 
 
 def test_part_saved_by_hand_is_that_of_the_rank(two_ranks):

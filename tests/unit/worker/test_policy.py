@@ -1,5 +1,7 @@
 """One use of an operand: what its entry in ``consumers`` says, and what it costs to say it."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -14,10 +16,13 @@ from qcollect.worker.policy import Use
 TYPES = tuple(name for name, entry in QUANT_TYPES.items() if entry.element is not None)
 
 
+make_quantizer = cache(Quantizer.create)  # a policy has one object of each
+
+
 def use_of(x, quant_type, **settings):
     return Use.of(
         x,
-        Quantizer.create(quant_type, axis=1, **settings),
+        make_quantizer(quant_type, axis=1, **settings),
         layer_type=LayerType.LINEAR,
         tensor_name="input",
         gemm=Gemm.FPROP,

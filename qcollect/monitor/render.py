@@ -64,6 +64,7 @@ def render_run(run: RunSnapshot) -> RenderableType:
     rows: list[RenderableType] = [Text(title, style="bold", overflow="fold"), where, Text()]
     rows += [render_table([run]), Text(), _rank_table(run)]
     notes = [*_failure_notes(run), *(Text(f"warning: {printable(w)}", style="yellow") for w in run.warnings)]
+    notes += [Text(printable(n), style="dim") for n in run.notes]
     return Group(*rows, *([Text(), *notes] if notes else []))
 
 

@@ -38,7 +38,7 @@ class RankSnapshot:
     ``state`` is the worker's word (loading, training, draining, done, left, failed), ``waiting`` before its
     first report, ``gone`` when its process ended without one, ``ended`` when torchrun ended it because
     another rank failed. ``num_micro_batches`` counts those begun in the iteration; ``age_s`` is the age of the
-    report.
+    report. ``num_deduped`` captures refer to other files, which took ``deduped_bytes`` less.
     """
 
     rank: int
@@ -54,6 +54,8 @@ class RankSnapshot:
     loss: float | None = None
     age_s: float | None = None
     waited_s: float | None = None
+    num_deduped: int | None = None
+    deduped_bytes: int | None = None
     failure: Failure | None = None
 
     @property
@@ -72,7 +74,8 @@ class RunSnapshot:
 
     ``captured`` counts manifest lines, ``num_files`` the ``.pt`` files and ``bytes`` their sizes.
     ``phase`` says more of an active run: starting, loading, capturing, training, draining, stopping.
-    ``failures`` has the first cause first; ``warnings`` are findings, each a complete sentence.
+    ``failures`` has the first cause first; ``warnings`` are findings, ``notes`` what else is worth knowing, each a
+    complete sentence.
     """
 
     run_dir: Path
@@ -102,6 +105,7 @@ class RunSnapshot:
     reason: str | None = None
     failures: tuple[Failure, ...] = ()
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def state_text(self) -> str:
@@ -124,6 +128,7 @@ class RunSnapshot:
             "ranks": [rank.to_dict() for rank in self.ranks],
             "failures": [failure.to_dict() for failure in self.failures],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
         }
 
 
@@ -181,6 +186,7 @@ def read_snapshot(
         reason=record.reason,
         failures=failures,
         warnings=tuple(_warnings(state, ranks, captured, files.count)),
+        notes=tuple(_notes(ranks, captured)),
     )
 
 
@@ -297,6 +303,8 @@ def _read_rank(
         loss=_number(fields.get("loss")),
         age_s=None if updated_at is None else max(0.0, now - updated_at),
         waited_s=_number(fields.get("waited_s")),
+        num_deduped=_integer(fields.get("num_deduped")),
+        deduped_bytes=_integer(fields.get("deduped_bytes")),
         failure=failure,
     )
 
@@ -384,6 +392,16 @@ def _warnings(state: RunState, ranks: tuple[RankSnapshot, ...], captured: int, n
             "a larger capture.host_memory_gb holds more of them"
         )
     return warnings
+
+
+def _notes(ranks: tuple[RankSnapshot, ...], captured: int) -> list[str]:
+    num_deduped = sum(rank.num_deduped or 0 for rank in ranks)
+    if not num_deduped:
+        return []
+    num_bytes = sum(rank.deduped_bytes or 0 for rank in ranks)
+    return [
+        f"{num_deduped:,} of {captured:,} captures refer to another that is the same, which saved {num_bytes:,} bytes"
+    ]
 
 
 def _integer(value: object) -> int | None:

@@ -162,6 +162,7 @@ class CaptureSpec:
         storage: quantized copies as ``values``, or as ``codes`` and scales in the layout of their type.
         scales: the scales of blocks beside values, original and quantized.
         compress: ``none``, or ``zstd`` for what is stored as values.
+        dedupe: what several captures of an iteration have in common is stored once a rank; the others refer to it.
     """
 
     target: int = 50
@@ -184,6 +185,7 @@ class CaptureSpec:
     storage: str = "values"
     scales: bool = False
     compress: str = "none"
+    dedupe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,6 +241,7 @@ class CaptureModel(Section):
     storage: Literal["values", "codes"] = "values"
     scales: f.Flag = _CAPTURE.scales
     compress: Literal["none", "zstd"] = "none"
+    dedupe: f.Flag = _CAPTURE.dedupe
 
     @model_validator(mode="after")
     def _codes_are_of_quantized_values(self) -> Self:

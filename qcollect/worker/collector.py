@@ -130,6 +130,7 @@ class Collector:
             self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(watch),
         ]
+        self._report_deduped()
         self.progress.update(state="training", captured=self.num_captured, force=True)
         return self
 
@@ -172,6 +173,7 @@ class Collector:
         if engine is None:
             return
         engine.close()
+        self._report_deduped()
         self.progress.update(
             captured=self._num_written, num_bytes=self.saver.num_bytes, waited_s=engine.waited_s, force=True
         )
@@ -344,7 +346,13 @@ class Collector:
         assert self.engine is not None  # there is something to capture
         self.engine.submit(tensor, seen, counter, source=source)
         self._num_taken, self._num_bytes_taken = self.engine.num_taken, self.engine.num_bytes_taken
+        self._report_deduped()
         self.progress.update(captured=self._num_written, num_bytes=self.saver.num_bytes)
+
+    def _report_deduped(self) -> None:
+        """With the next update of the progress, how many captures refer to others, and what that saved."""
+        self.progress.num_deduped = self.kept.num_deduped + self.saver.num_deduped
+        self.progress.deduped_bytes = self.kept.deduped_bytes + self.saver.deduped_bytes
 
     # ---- iterations ----------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ class ProgressReporter:
     num_bytes: int = 0
     loss: float | None = None
     waited_s: float = 0.0
+    num_deduped: int = 0
+    deduped_bytes: int = 0
     _written_at: float = 0.0
     _timer: threading.Timer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,6 +81,8 @@ class ProgressReporter:
             "bytes": self.num_bytes,
             "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
             "waited_s": self.waited_s,
+            "num_deduped": self.num_deduped,
+            "deduped_bytes": self.deduped_bytes,
             "device": self.device,
             "updated_at": now,
         }

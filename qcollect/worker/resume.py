@@ -7,7 +7,7 @@ that captures of two different trainings never end up in one folder.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -24,12 +24,17 @@ from qcollect.worker.saver import fix_value
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The captures that are there, by key, and those to be compared."""
+    """The captures that are there, by key, and those to be compared.
+
+    ``num_deduped`` of them refer to others, and take ``deduped_bytes`` less than these.
+    """
 
     run_dir: Path
     files: dict[CaptureKey, str]
     to_compare: frozenset[CaptureKey]
     num_bytes: int
+    num_deduped: int = 0
+    deduped_bytes: int = 0
     compared: set[CaptureKey] = field(default_factory=set)
 
     @classmethod
@@ -38,7 +43,20 @@ class Kept:
         keys = {CaptureKey.from_metadata(record.metadata): record.file for record in records}
         last_of = {key.iteration: key for key in keys}
         num_bytes = sum(record.bytes for record in records)
-        return cls(run_dir=run_dir, files=keys, to_compare=frozenset(last_of.values()), num_bytes=num_bytes)
+        size_of = {PurePosixPath(record.file).name: record.bytes for record in records}
+        saved = [
+            size_of[target] - record.bytes
+            for record in records
+            if (target := record.metadata.get("stored_in")) in size_of
+        ]
+        return cls(
+            run_dir=run_dir,
+            files=keys,
+            to_compare=frozenset(last_of.values()),
+            num_bytes=num_bytes,
+            num_deduped=len(saved),
+            deduped_bytes=sum(saved),
+        )
 
     def __len__(self) -> int:
         return len(self.files)

@@ -51,7 +51,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield "schedule:"
     yield from (f"  {line}" for line in _describe_schedule(plan))
     yield f"left in high precision: {', '.join(_summarize(plan.excluded))}"
-    yield f"files: {plan.schedule.target:,}, about {format_bytes(plan.schedule.num_bytes())}"
+    less = ", less what capture.dedupe saves" if plan.recipe.capture.dedupe else ""
+    yield f"files: {plan.schedule.target:,}, about {format_bytes(plan.schedule.num_bytes())}{less}"
 
 
 def describe_device(device: RankDevice) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -233,7 +233,7 @@ def examine_file(run_dir: Path, file: str, record: ManifestRecord | None) -> Fil
         problem=None if record is None else _difference(record, num_bytes, digest),
         line=None if record == written else encode_line(written),
         misnamed=() if name is None else _misnamed(name, metadata),
-        refers_to=None if reference is None else beside(file, reference.file),
+        refers_to=None if reference is None else _beside(file, reference.file),
         payload=None if reference is None else reference.xxh3_128,
     )
 
@@ -302,7 +302,7 @@ def _glance(run_dir: Path, record: ManifestRecord, rank: int) -> FileReport:
         key=key_of(record.metadata),
         rank=rank,
         problem=_difference(record, num_bytes, record.xxh3_128),
-        refers_to=beside(record.file, target) if isinstance(target, str) else None,
+        refers_to=_beside(record.file, target) if isinstance(target, str) else None,
     )
 
 
@@ -311,9 +311,17 @@ def _glance(run_dir: Path, record: ManifestRecord, rank: int) -> FileReport:
 # ---------------------------------------------------------------------------------------------
 
 
-def beside(file: str, name: str) -> str:
+def _beside(file: str, name: str) -> str:
     """The file of this name in the folder of another, both relative to the run folder."""
-    return str(PurePosixPath(file).with_name(PurePosixPath(name).name))
+    return "".join(file.rpartition("/")[:2]) + name.rpartition("/")[2]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except (OSError, ValueError):  # or no name that a file could have
+        return False
+    return True
 
 
 def _examine_references(run_dir: Path, reports: Collection[FileReport]) -> list[FileReport]:
@@ -333,7 +341,7 @@ def _judge_reference(
 ) -> FileReport:
     assert report.refers_to is not None
     target = report_of.get(report.refers_to)
-    if target is None and not (run_dir / report.refers_to).exists():
+    if target is None and not _exists(run_dir / report.refers_to):
         return _dangling(report, "is gone")
     if target is not None and target.is_unreadable:
         problem = f"refers to {report.refers_to}, which {target.problem}"
@@ -362,8 +370,8 @@ def _payload_of(path: Path) -> str | CaptureError:
         with path.open("rb") as file:
             is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
         return hash_payload(load_whole(path, path.stat().st_size, is_zip)).xxh3_128
-    except OSError as error:
-        return CaptureError(error.strerror or str(error))
+    except (OSError, ValueError) as error:
+        return CaptureError(str(error))
     except CaptureError as error:
         return error
 

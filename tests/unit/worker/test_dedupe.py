@@ -449,6 +449,22 @@ def test_a_reference_to_a_reference_is_found(deduped):
     assert f"refers to {target.name}, which is a reference itself" in whats
 
 
+@pytest.mark.parametrize("file", ["x" * 5000, "..", "", "../a.pt", "a\0.pt"], ids=repr)
+def test_names_that_no_file_can_have_end_nothing(deduped, train, file):
+    path, _, _ = a_reference(deduped)
+    content = load_any_capture(path, follow=False)
+    for section, name in (("storage", "file"), ("metadata", "stored_in")):
+        content[section][name] = file
+    path.unlink()
+    torch.save(content, path)
+    assert {f.path for f in judge(examine_run(deduped), None)} == {path}
+    deduped.manifest_path(0).unlink()
+    harmed = {f.path: f.problem for f in judge(examine_run(deduped), None)}
+    assert harmed[path] in (Problem.DANGLING, Problem.TORN)
+    train()
+    assert judge(examine_run(deduped), None) == []
+
+
 def test_references_go_with_a_file_that_is_set_aside_for_another_reason(deduped):
     """A second file of the same capture, listed before it."""
     _, target, references = a_reference(deduped)

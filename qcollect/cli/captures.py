@@ -234,7 +234,7 @@ def _exact(value: Any) -> str:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    from qcollect.store.capture import plain
+    from qcollect.store.capture import plain, resolve
     from qcollect.store.compact import restore
     from qcollect.store.examine import hash_file, load_whole
     from qcollect.store.folder import parse_name
@@ -251,9 +251,10 @@ def _describe_file(path: Path) -> dict[str, Any]:
         raise CaptureError(f"{path}: is torn or no capture: {error}; 'qcollect verify' checks its folder") from error
     metadata, tensor_info = plain(content["metadata"]), plain(content["tensor_info"])
     try:
-        tensor = restore(content)
+        tensor = restore(resolve(path, content, mmap=is_zip))
     except CaptureError as error:
-        raise CaptureError(f"{path}: {error}; 'qcollect verify' checks its folder") from error
+        reason = str(error).removeprefix(f"{path}: ")
+        raise CaptureError(f"{path}: {reason}; 'qcollect verify' checks its folder") from error
     name = parse_name(path.name)
     return {
         "file": str(path),

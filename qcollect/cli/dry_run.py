@@ -60,7 +60,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 def _describe_size(plan: Plan) -> Iterator[str]:
     num_bytes = format_bytes(plan.schedule.num_bytes())
     if plan.schedule.leaves_files:
-        yield f"files: {plan.schedule.target:,}, about {num_bytes}"
+        less = ", less what capture.dedupe saves" if plan.recipe.capture.dedupe else ""
+        yield f"files: {plan.schedule.target:,}, about {num_bytes}{less}"
     else:
         yield f"files: 0; lines of statistics in the manifests: {plan.schedule.target:,}, about {num_bytes}"
 

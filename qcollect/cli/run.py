@@ -248,8 +248,9 @@ def _show_outcome(plan: Any, outcome: Any) -> None:
         note(f"{text}; they are in {plan.run_dir}")
     elif outcome.exit_code == 0:
         note(text)
-        for warning in _snapshot(plan)["warnings"]:
-            note(f"{plan.quant_type}: {printable(warning)}")
+        snapshot = _snapshot(plan)
+        for line in (*snapshot["warnings"], *snapshot["notes"]):
+            note(f"{plan.quant_type}: {printable(line)}")
     else:
         fail(text, outcome.exit_code)
         for line in outcome.log_tail:

@@ -65,6 +65,7 @@ def render_run(run: RunSnapshot) -> RenderableType:
     rows += [render_table([run]), Text(), _rank_table(run)]
     trigger = [] if run.trigger is None else [Text(printable(str(run.trigger)), overflow="fold")]
     notes = [*trigger, *_failure_notes(run), *(Text(f"warning: {printable(w)}", style="yellow") for w in run.warnings)]
+    notes += [Text(printable(n), style="dim") for n in run.notes]
     return Group(*rows, *([Text(), *notes] if notes else []))
 
 

@@ -40,7 +40,8 @@ class RankSnapshot:
     ``state`` is the worker's word (loading, training, draining, done, left, failed), ``waiting`` before its
     first report, ``gone`` when its process ended without one, ``ended`` when torchrun ended it because
     another rank failed. ``num_micro_batches`` counts those begun in the iteration; ``age_s`` is the age of the
-    report; ``trigger`` what it waits for, and what came nearest to it.
+    report; ``trigger`` what it waits for, and what came nearest to it. ``num_deduped`` captures refer to other files,
+    which took ``deduped_bytes`` less.
     """
 
     rank: int
@@ -57,6 +58,8 @@ class RankSnapshot:
     age_s: float | None = None
     waited_s: float | None = None
     trigger: dict[str, Any] | None = None
+    num_deduped: int | None = None
+    deduped_bytes: int | None = None
     failure: Failure | None = None
 
     @property
@@ -82,7 +85,8 @@ class RunSnapshot:
     only (statistics), those of the manifests.
     ``phase`` says more of an active run: starting, loading, waiting for a trigger, capturing, training, draining,
     stopping. ``trigger`` is what began its captures, if it waited.
-    ``failures`` has the first cause first; ``warnings`` are findings, each a complete sentence.
+    ``failures`` has the first cause first; ``warnings`` are findings, ``notes`` what else is worth knowing, each a
+    complete sentence.
     """
 
     run_dir: Path
@@ -113,6 +117,7 @@ class RunSnapshot:
     trigger: TriggerEvent | None = None
     failures: tuple[Failure, ...] = ()
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def state_text(self) -> str:
@@ -136,6 +141,7 @@ class RunSnapshot:
             "ranks": [rank.to_dict() for rank in self.ranks],
             "failures": [failure.to_dict() for failure in self.failures],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
         }
 
 
@@ -195,6 +201,7 @@ def read_snapshot(
         trigger=event,
         failures=failures,
         warnings=tuple(_warnings(state, ranks, captured, files.count)),
+        notes=tuple(_notes(ranks, captured)),
     )
 
 
@@ -315,6 +322,8 @@ def _read_rank(
         age_s=None if updated_at is None else max(0.0, now - updated_at),
         waited_s=_number(fields.get("waited_s")),
         trigger=trigger if isinstance(trigger := fields.get("trigger"), dict) else None,
+        num_deduped=_integer(fields.get("num_deduped")),
+        deduped_bytes=_integer(fields.get("deduped_bytes")),
         failure=failure,
     )
 
@@ -410,6 +419,16 @@ def _warnings(state: RunState, ranks: tuple[RankSnapshot, ...], captured: int, n
             "a larger capture.host_memory_gb holds more of them"
         )
     return warnings
+
+
+def _notes(ranks: tuple[RankSnapshot, ...], captured: int) -> list[str]:
+    num_deduped = sum(rank.num_deduped or 0 for rank in ranks)
+    if not num_deduped:
+        return []
+    num_bytes = sum(rank.deduped_bytes or 0 for rank in ranks)
+    return [
+        f"{num_deduped:,} of {captured:,} captures refer to another that is the same, which saved {num_bytes:,} bytes"
+    ]
 
 
 def _integer(value: object) -> int | None:

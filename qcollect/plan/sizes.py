@@ -1,7 +1,7 @@
 """How many bytes a capture's tensor takes on disk, at most, by ``capture.storage``, ``scales`` and ``tokens``.
 
-What ``capture.compress`` saves is known afterwards only. Codes that do not give back every value are stored as
-values, which this does not foresee: it takes a tensor at the very end of its dtype's range.
+What ``capture.compress`` and ``capture.dedupe`` save is known afterwards only. Codes that do not give back every value
+are stored as values, which this does not foresee: it takes a tensor at the very end of its dtype's range.
 """
 
 from collections.abc import Iterable

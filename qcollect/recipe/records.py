@@ -196,6 +196,7 @@ class CaptureSpec:
         scales: the scales of blocks beside values, original and quantized.
         compress: ``none``, or ``zstd`` for what is stored as values.
         trigger: what to wait for; None: the captures begin with the training.
+        dedupe: what several captures of an iteration have in common is stored once a rank; the others refer to it.
     """
 
     target: int | None = None
@@ -220,6 +221,7 @@ class CaptureSpec:
     scales: bool = False
     compress: str = "none"
     trigger: TriggerSpec | None = None
+    dedupe: bool = False
 
     @property
     def leaves_files(self) -> bool:

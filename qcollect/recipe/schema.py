@@ -253,6 +253,7 @@ class CaptureModel(Section):
     scales: f.Flag = _CAPTURE.scales
     compress: Literal["none", "zstd"] = "none"
     trigger: Annotated[TriggerModel | None, BeforeValidator(_trigger_by_name)] = None
+    dedupe: f.Flag = _CAPTURE.dedupe
 
     @model_validator(mode="after")
     def _trigger_says_when(self) -> Self:

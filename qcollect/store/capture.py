@@ -3,7 +3,8 @@
 A file is ``torch.save`` of ``{"tensor", "tensor_info", "metadata"}`` with nothing but tensors and
 plain Python values inside, so ``torch.load(path, weights_only=True)`` reads it in any process.
 It appears under its final name whole or not at all. Instead of ``tensor`` it may hold what takes fewer
-bytes (``compact``); ``load`` gives the tensor either way.
+bytes (``compact``), or the name of another file that holds the same (``reference``); ``load`` gives the tensor
+in any case.
 """
 
 import io
@@ -24,6 +25,7 @@ from qcollect.paths import temporary_path
 from qcollect.store.archive import Part, archive_parts
 from qcollect.store.compact import holds_tensor, restore, value_entries
 from qcollect.store.files import rename_new, sync_folder, write_parts
+from qcollect.store.reference import SECTIONS, find_reference, hash_payload
 from qcollect.store.summary import describe, summarize
 
 METADATA_SCHEMA = 1
@@ -31,11 +33,15 @@ METADATA_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A written file: where, how many bytes, and the xxh3-128 of those bytes (hex)."""
+    """A written file: where, how many bytes, and the xxh3-128 of those bytes (hex).
+
+    ``deduped_bytes``: how many it is smaller than the file it refers to; None: it refers to none.
+    """
 
     path: Path
     num_bytes: int
     xxh3_128: str
+    deduped_bytes: int | None = None
 
 
 def save_capture(
@@ -110,10 +116,10 @@ def _space_left(folder: Path) -> str:
 def load(path: os.PathLike[str] | str) -> torch.Tensor:
     """The tensor of a capture's file, whatever it is stored as: the same values, dtype and shape, bit for bit.
 
-    Of a capture with ``capture.tokens`` the rows that are stored.
+    Of a capture with ``capture.tokens`` the rows that are stored. A reference is followed to the file beside it.
 
     Raises:
-        CaptureError: the file is missing, torn, or no capture.
+        CaptureError: the file is missing, torn, or no capture; or the file it refers to is, or is another one by now.
         MissingExtraError: it is compressed, and zstandard is not installed.
     """
     return _restore(path, load_any_capture(path))
@@ -122,15 +128,16 @@ def load(path: os.PathLike[str] | str) -> torch.Tensor:
 def load_capture(path: os.PathLike[str] | str, *, mmap: bool = False) -> dict[str, Any]:
     """``{"tensor", "tensor_info", "metadata"}`` of a file and what else it holds, without unpickling code.
 
-    ``tensor`` is there whatever the file stores.
+    ``tensor`` is there whatever the file stores; of a reference all else, too, that the other file stores.
 
     Raises:
-        CaptureError: the file is missing, torn, or not a capture.
+        CaptureError: as ``load``.
         MissingExtraError: as ``load``.
     """
     content = _load(path, mmap)
-    if not holds_tensor(content) or "metadata" not in content:
+    if not _is_capture(path, content) or "metadata" not in content:
         raise _no_capture(path)
+    content = resolve(path, content, mmap=mmap)
     return {**content, "tensor": _restore(path, content)}
 
 
@@ -141,19 +148,63 @@ def _restore(path: os.PathLike[str] | str, content: Mapping[str, Any]) -> torch.
         raise CaptureError(f"{path}: {error}") from error
 
 
-def load_any_capture(path: os.PathLike[str] | str, *, mmap: bool = False) -> dict[str, Any]:
+def load_any_capture(path: os.PathLike[str] | str, *, mmap: bool = False, follow: bool = True) -> dict[str, Any]:
     """What a file holds as it stands there (``compact.restore`` makes it a tensor), older files included.
 
     ``tensor_info`` and ``metadata`` are empty where a file has none.
 
+    Args:
+        follow: of a reference, what the file stores that it refers to (``resolve``); else the reference.
+
     Raises:
-        CaptureError: the file is missing, torn, or holds no tensor.
+        CaptureError: the file is missing, torn, or holds no tensor; with ``follow``, or the one it refers to is.
     """
     content = _load(path, mmap)
-    if not holds_tensor(content):
+    if not _is_capture(path, content):
         raise _no_capture(path)
-    sections = {name: content.get(name) for name in ("tensor_info", "metadata")}
-    return {**content, **{name: value if isinstance(value, dict) else {} for name, value in sections.items()}}
+    sections = {name: content.get(name) for name in SECTIONS}
+    content = {**content, **{name: value if isinstance(value, dict) else {} for name, value in sections.items()}}
+    return resolve(path, content, mmap=mmap) if follow else content
+
+
+def resolve(path: os.PathLike[str] | str, content: dict[str, Any], *, mmap: bool = False) -> dict[str, Any]:
+    """``content`` with what the file stores that it refers to, all of which is hashed; as it is, if it is no reference.
+
+    Args:
+        path: of the file with this content: the other one is looked for beside it.
+
+    Raises:
+        CaptureError: the other file is missing, torn, a reference itself, or does not store what it did. The message
+            names both.
+    """
+    reference = find_reference(content)
+    if reference is None:
+        return content
+    target = Path(path).with_name(reference.file)
+    where = f"{path}: its tensor is in {target}"
+    try:
+        stored = load_any_capture(target, mmap=mmap, follow=False)
+        if find_reference(stored) is not None:
+            raise CaptureError("it is a reference itself")
+        digest = hash_payload(stored).xxh3_128
+    except CaptureError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CaptureError(f"{where}, which is gone; the two belong into one folder") from error
+        raise CaptureError(f"{where}, which cannot be used: {str(error).removeprefix(f'{target}: ')}") from error
+    if digest != reference.xxh3_128:
+        raise CaptureError(
+            f"{where}, which holds another one by now (the xxh3-128 of what it stores is {digest}, and was "
+            f"{reference.xxh3_128})"
+        )
+    own = {name: value for name, value in content.items() if name in SECTIONS}
+    return {**{name: value for name, value in stored.items() if name not in SECTIONS}, **own}
+
+
+def _is_capture(path: os.PathLike[str] | str, content: Any) -> bool:
+    try:
+        return holds_tensor(content) or find_reference(content) is not None
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}") from error
 
 
 def _load(path: os.PathLike[str] | str, mmap: bool) -> Any:

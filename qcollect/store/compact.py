@@ -5,7 +5,7 @@
     zstd      zstd                                  the bytes compressed, those of equal place together
 
 ``storage`` says which, and the tensor's shape and dtype; ``restore`` gives that tensor bit for bit. Whatever
-does not come back exactly, or is no smaller, is stored as values.
+does not come back exactly, or is no smaller, is stored as values. What another file holds already: ``reference``.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ def zstd_entries(tensor: torch.Tensor) -> Entries | None:
     if num_bytes == 0:
         return None
     planes = _to_planes(tensor)
-    compressed = _zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(_buffer(planes))
+    compressed = _zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(buffer_of(planes))
     if len(compressed) >= num_bytes:
         return None
     return {"zstd": _tensor_of(compressed), "storage": _describe("zstd", tensor)}
@@ -145,6 +145,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def buffer_of(data: torch.Tensor) -> Any:
+    """The memory of a dense uint8 tensor, which must outlive it, as an object with the buffer protocol."""
+    if data.dtype != torch.uint8:
+        raise TypeError(f"bytes are kept as {data.dtype}")
+    return (ctypes.c_char * data.numel()).from_address(data.data_ptr())
+
+
 # ---------------------------------------------------------------------------------------------
 # Codes
 # ---------------------------------------------------------------------------------------------
@@ -212,7 +219,7 @@ def _restore_zstd(content: Mapping[str, Any]) -> torch.Tensor:
     storage, compressed = content["storage"], content["zstd"].contiguous()
     dtype, shape = _dtype(storage["dtype"]), torch.Size(storage["shape"])
     zstandard = _zstandard()
-    data, num_bytes = _buffer(compressed), shape.numel() * dtype.itemsize
+    data, num_bytes = buffer_of(compressed), shape.numel() * dtype.itemsize
     try:
         if zstandard.frame_content_size(data) != num_bytes:
             raise CaptureError(f"its compressed bytes are not those of a tensor of {num_bytes:,} bytes")
@@ -238,13 +245,6 @@ def _from_planes(planes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for place, plane in enumerate(planes.view(width, -1)):
         values[:, width - 1 - place].copy_(plane)
     return values.view(-1).view(dtype)
-
-
-def _buffer(data: torch.Tensor) -> Any:
-    """The memory of a dense uint8 tensor, which must outlive it, as an object with the buffer protocol."""
-    if data.dtype != torch.uint8:
-        raise TypeError(f"bytes are kept as {data.dtype}")
-    return (ctypes.c_char * data.numel()).from_address(data.data_ptr())
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class FileReport:
         problem: why it is torn, cannot be read, or is not the file that was written; None: all is well.
         line: what its manifest line must be, where it has none or another.
         misnamed: the fields of its name that disagree with the metadata.
+        refers_to: the file that its tensor is in, where it is another.
+        payload: the hash of what that file must store; None: that is not looked at.
+        is_dangling: that file is gone or does not store it.
     """
 
     file: str
@@ -69,6 +72,9 @@ class FileReport:
     problem: str | None = None
     line: bytes | None = None
     misnamed: tuple[str, ...] = ()
+    refers_to: str | None = None
+    payload: str | None = None
+    is_dangling: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +106,7 @@ def examine_run(paths: RunPaths, on_progress: OnProgress | None = None) -> RunFi
     found = sorted(pt_files(paths.run_dir))
     ours = [file for file in found if file in listed or parse_name(file) is not None]
     reports = _examine_files(paths.run_dir, [(file, listed.get(file)) for file in ours], on_progress)
+    reports = _examine_references(paths.run_dir, reports)
     return RunFiles(
         paths=paths,
         manifests=manifests,
@@ -112,20 +119,23 @@ def examine_run(paths: RunPaths, on_progress: OnProgress | None = None) -> RunFi
 
 
 def glance_at_rank(paths: RunPaths, rank: int) -> RunFiles:
-    """One rank's part of a run folder. Files its manifest lists are not read: that they have their size is enough."""
+    """One rank's part of a run folder. Files its manifest lists are not read: that they have their size is enough,
+    and that the files are there that they refer to.
+    """
     manifest = paths.manifest_path(rank)
     lines = tuple(read_manifest_lines(manifest))
     listed = listed_records(lines)
     found = sorted(pt_files(paths.run_dir))
     unlisted = [file for file in found if file not in listed and _rank_of(parse_name(file)) == rank]
     glances = [_glance(paths.run_dir, file, listed[file], rank) for file in found if file in listed]
-    reports = _examine_files(paths.run_dir, [(file, None) for file in unlisted], None)
+    examined = _examine_files(paths.run_dir, [(file, None) for file in unlisted], None)
+    own = [*glances, *(report for report in examined if report.rank in (rank, None))]
     return RunFiles(
         paths=paths,
         manifests=(manifest,),
         lines=lines,
         tails=find_tails([manifest]),
-        files={report.file: report for report in (*glances, *(r for r in reports if r.rank in (rank, None)))},
+        files={report.file: report for report in _examine_references(paths.run_dir, own)},
         temporaries=tuple(p for p in temporaries(paths.run_dir) if _rank_of(final_name(p.name)) == rank),
         num_strangers=0,
     )
@@ -210,6 +220,7 @@ def _examine_files(
 def examine_file(run_dir: Path, file: str, record: ManifestRecord | None) -> FileReport:
     """One file, read whole, beside what its manifest line says (None: it has no line)."""
     from qcollect.store.capture import plain
+    from qcollect.store.reference import find_reference
 
     path = run_dir / file
     try:
@@ -224,6 +235,7 @@ def examine_file(run_dir: Path, file: str, record: ManifestRecord | None) -> Fil
         return FileReport(file=file, num_bytes=num_bytes, is_torn=True, problem=str(error))
     metadata, tensor_info = plain(content["metadata"]), plain(content["tensor_info"])
     key = key_of(metadata)
+    reference = find_reference(content)
     written = ManifestRecord(file=file, bytes=num_bytes, xxh3_128=digest, metadata=metadata, tensor_info=tensor_info)
     name = parse_name(file)
     return FileReport(
@@ -234,6 +246,8 @@ def examine_file(run_dir: Path, file: str, record: ManifestRecord | None) -> Fil
         problem=None if record is None else _difference(record, num_bytes, digest),
         line=None if record == written else encode_line(written),
         misnamed=() if name is None else _misnamed(name, metadata),
+        refers_to=None if reference is None else _beside(file, reference.file),
+        payload=None if reference is None else reference.xxh3_128,
     )
 
 
@@ -250,7 +264,7 @@ def hash_file(path: Path) -> tuple[int, str, bool]:
 
 
 def load_whole(path: Path, num_bytes: int, is_zip: bool) -> dict[str, Any]:
-    """What a file holds, older ones included; a zip archive is mapped, not read.
+    """What a file holds, older ones included, and references as such; a zip archive is mapped, not read.
 
     Raises:
         CaptureError: it is torn or no capture; the message is the reason, on one line and without the path.
@@ -260,7 +274,7 @@ def load_whole(path: Path, num_bytes: int, is_zip: bool) -> dict[str, Any]:
     if num_bytes == 0:
         raise CaptureError("is empty")
     try:
-        return load_any_capture(path, mmap=is_zip)
+        return load_any_capture(path, mmap=is_zip, follow=False)
     except CaptureError as error:
         # torch goes on for lines about checkpoints and where they come from
         reason = str(error).removeprefix(f"{path}: ").removeprefix("cannot be loaded: ").strip()
@@ -294,13 +308,85 @@ def _glance(run_dir: Path, file: str, record: ManifestRecord, rank: int) -> File
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
         return FileReport(file=file, num_bytes=0, rank=rank, is_unreadable=True, problem=problem)
+    target = record.metadata.get("stored_in")
     return FileReport(
         file=file,
         num_bytes=num_bytes,
         key=key_of(record.metadata),
         rank=rank,
         problem=_difference(record, num_bytes, record.xxh3_128),
+        refers_to=_beside(file, target) if isinstance(target, str) else None,
     )
+
+
+# ---------------------------------------------------------------------------------------------
+# References
+# ---------------------------------------------------------------------------------------------
+
+
+def _beside(file: str, name: str) -> str:
+    """The file of this name in the folder of another, both relative to the run folder."""
+    return "".join(file.rpartition("/")[:2]) + name.rpartition("/")[2]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except (OSError, ValueError):  # or no name that a file could have
+        return False
+    return True
+
+
+def _examine_references(run_dir: Path, reports: Collection[FileReport]) -> list[FileReport]:
+    """The reports, in each that refers to another file whether that is there and stores what it must."""
+    report_of = {report.file: report for report in reports}
+    sound = [report for report in reports if report.refers_to is not None and report.problem is None]
+    # each is read once, however many refer to it
+    targets = sorted({report.refers_to for report in sound if report.refers_to and report.payload is not None})
+    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        payloads = dict(zip(targets, pool.map(lambda file: _payload_of(run_dir / file), targets), strict=True))
+    judged = {r.file: _judge_reference(run_dir, r, report_of, payloads) for r in sound}
+    return [judged.get(report.file, report) for report in reports]
+
+
+def _judge_reference(
+    run_dir: Path, report: FileReport, report_of: dict[str, FileReport], payloads: dict[str, str | CaptureError]
+) -> FileReport:
+    assert report.refers_to is not None
+    target = report_of.get(report.refers_to)
+    if target is None and not _exists(run_dir / report.refers_to):
+        return _dangling(report, "is gone")
+    if target is not None and target.is_unreadable:
+        problem = f"refers to {report.refers_to}, which {target.problem}"
+        return replace(report, is_unreadable=True, problem=problem)
+    if target is not None and target.problem is not None:
+        return _dangling(report, "is torn" if target.is_torn else "is not the file that was written")
+    if target is not None and target.refers_to is not None:
+        return _dangling(report, "is a reference itself")
+    stored = payloads.get(report.refers_to)
+    if isinstance(stored, CaptureError):
+        return _dangling(report, f"cannot be loaded: {stored}")
+    if stored is not None and stored != report.payload:
+        return _dangling(report, f"stores something else (xxh3-128 {stored}, and {report.payload} is meant)")
+    return report
+
+
+def _dangling(report: FileReport, why: str) -> FileReport:
+    return replace(report, is_dangling=True, problem=f"refers to {report.refers_to}, which {why}")
+
+
+def _payload_of(path: Path) -> str | CaptureError:
+    """The hash of what a file stores; why it cannot be had."""
+    from qcollect.store.reference import hash_payload
+
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+        return hash_payload(load_whole(path, path.stat().st_size, is_zip)).xxh3_128
+    except (OSError, ValueError) as error:
+        return CaptureError(str(error))
+    except CaptureError as error:
+        return error
 
 
 def _difference(record: ManifestRecord, num_bytes: int, digest: str | None) -> str | None:

@@ -3,8 +3,9 @@
 The files are the truth: whole ones are listed, lines without a file are dropped, what is torn or is not the
 file that was written goes to ``.qcollect/torn`` under a name that is free there. Nothing else is deleted but
 temporary captures, which nobody can finish, and a manifest that loses a whole line is kept beside the torn
-files too. A manifest is rewritten only if something is wrong with it, then in the order of the counters, so
-that the same files always give the same manifest and a second repair finds nothing to do.
+files too. References to a file that is gone, or goes, go with it: captures without a tensor, which a resumed
+run takes again. A manifest is rewritten only if something is wrong with it, then in the order of the counters,
+so that the same files always give the same manifest and a second repair finds nothing to do.
 """
 
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from qcollect.paths import RunPaths, temporary_path
 from qcollect.store.catalog import Catalog
 from qcollect.store.examine import (
+    FileReport,
     Line,
     RunFiles,
     find_tails,
@@ -124,12 +126,24 @@ def find_repeats(found: RunFiles) -> dict[str, str]:
 def files_to_set_aside(found: RunFiles) -> dict[str, str]:
     """The files a repair takes out of the run, and why."""
     reasons = {
-        file: "it is torn" if report.is_torn else "it is not the file that was written"
+        file: _why_not_kept(report)
         for file, report in found.files.items()
         if report.problem is not None and not report.is_unreadable
     }
-    repeats = {file: f"it holds the same capture as {first}" for file, first in find_repeats(found).items()}
-    return reasons | repeats
+    reasons |= {file: f"it holds the same capture as {first}" for file, first in find_repeats(found).items()}
+    # what refers to a file that goes would have no tensor any longer
+    orphans = {
+        file: f"it refers to {report.refers_to}, which is moved away"
+        for file, report in found.files.items()
+        if report.refers_to in reasons and file not in reasons and not report.is_unreadable
+    }
+    return reasons | orphans
+
+
+def _why_not_kept(report: FileReport) -> str:
+    if report.is_dangling:
+        return f"it {report.problem}"
+    return "it is torn" if report.is_torn else "it is not the file that was written"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class Problem(StrEnum):
     UNLISTED = "unlisted"
     WRONG_LINE = "wrong_line"  # its bytes are, what the line says of them is not
     MISNAMED = "misnamed"
+    DANGLING = "dangling"  # the file its tensor is in is gone, or another one
     REPEATED = "repeated"
     GONE = "gone"  # listed, and not there
     DAMAGED_LINE = "damaged_line"
@@ -104,6 +105,8 @@ def _judge_files(found: RunFiles, is_active: bool) -> Iterator[Finding]:
             yield of(Problem.UNREADABLE, str(report.problem), "make it readable, then verify again")
         elif report.is_torn:
             yield of(Problem.TORN, f"is torn or no capture ({report.problem})", moves)
+        elif report.is_dangling:
+            yield of(Problem.DANGLING, str(report.problem), f"{moves}; then 'qcollect run --resume' takes it again")
         elif report.problem is not None:
             yield of(Problem.DIFFERENT, f"is not the file that was written: it {report.problem}", moves)
         elif file not in listed:

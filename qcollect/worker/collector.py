@@ -148,6 +148,7 @@ class Collector:
             self.model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(watch),
         ]
+        self._report_deduped()
         self.progress.update(state="training", captured=self.num_captured, trigger=self.start.report(), force=True)
         return self
 
@@ -193,6 +194,7 @@ class Collector:
         )
 
     def _tell_progress(self) -> None:
+        self._report_deduped()
         self.progress.update(captured=self._num_written, num_bytes=self.sink.num_bytes)
 
     def _finish_sink(self, *, raises: bool) -> None:
@@ -201,6 +203,7 @@ class Collector:
         if not sink.is_open:
             return
         sink.close()
+        self._report_deduped()
         self.progress.update(captured=self._num_written, num_bytes=sink.num_bytes, waited_s=sink.waited_s, force=True)
         if sink.num_missing:
             warnings.warn(
@@ -328,6 +331,11 @@ class Collector:
 
     def _places(self, cut: Cut) -> list[Place]:
         return list(enumerate(self.settings.schedule.captures[: cut.count], start=cut.start + 1))
+
+    def _report_deduped(self) -> None:
+        """With the next update of the progress, how many captures refer to others, and what that saved."""
+        self.progress.num_deduped = self.kept.num_deduped + self.sink.num_deduped
+        self.progress.deduped_bytes = self.kept.deduped_bytes + self.sink.deduped_bytes
 
     # ---- iterations ----------------------------------------------------------------------------
 

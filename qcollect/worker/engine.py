@@ -74,6 +74,8 @@ class CaptureEngine:
         self.num_bytes_taken = 0
         self.num_written = 0
         self.num_bytes_written = 0
+        self.num_deduped = 0
+        self.deduped_bytes = 0
         self.num_missing = 0
         self.first_missing: str | None = None
         self._error: Exception | None = None
@@ -189,6 +191,8 @@ class CaptureEngine:
             if outcome.num_bytes:
                 self.num_written += 1
                 self.num_bytes_written += outcome.num_bytes
+                self.num_deduped += outcome.deduped_bytes is not None
+                self.deduped_bytes += outcome.deduped_bytes or 0
             elif isinstance(outcome.error, CaptureError) and self.settings.on_error == "continue":
                 self.num_missing += 1
                 self.first_missing = self.first_missing or str(outcome.error)

@@ -36,6 +36,7 @@ class Packing:
     scales: bool = False
     compress: str = "none"
     tokens: IndexSelector | None = None
+    dedupe: bool = False
 
     @classmethod
     def from_spec(cls, spec: CaptureSpec) -> Self:
@@ -46,7 +47,9 @@ class Packing:
         """
         if spec.compress == "zstd":
             check_compression()
-        return cls(storage=spec.storage, scales=spec.scales, compress=spec.compress, tokens=spec.tokens)
+        return cls(
+            storage=spec.storage, scales=spec.scales, compress=spec.compress, tokens=spec.tokens, dedupe=spec.dedupe
+        )
 
     @property
     def needs_scales(self) -> bool:
@@ -59,7 +62,8 @@ class Packed:
     """What a file holds beside ``tensor_info`` and ``metadata``, and what the metadata say of it.
 
     ``metadata`` has ``storage`` (``values``, ``codes`` or ``zstd``), ``storage_note`` (why not as codes, where those
-    were asked for), ``stored_rows`` (None, or axis, number and number in all) and ``consumers``.
+    were asked for), ``stored_rows`` (None, or axis, number and number in all), ``stored_in`` (of what another file
+    stores, that file; a saver knows) and ``consumers``.
     """
 
     entries: Entries
@@ -162,7 +166,13 @@ def pack(
     described = None if rows is None else {"axis": rows.axis, "num": rows.indices.numel(), "of": rows.of}
     return Packed(
         entries=entries,
-        metadata={"storage": form, "storage_note": note, "stored_rows": described, "consumers": kept},
+        metadata={
+            "storage": form,
+            "storage_note": note,
+            "stored_rows": described,
+            "stored_in": None,
+            "consumers": kept,
+        },
     )
 
 

@@ -34,6 +34,8 @@ class ProgressReporter:
     loss: float | None = None
     waited_s: float = 0.0
     trigger: dict[str, Any] | None = None  # what is waited for
+    num_deduped: int = 0
+    deduped_bytes: int = 0
     _written_at: float = 0.0
     _timer: threading.Timer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -81,6 +83,8 @@ class ProgressReporter:
             "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
             "waited_s": self.waited_s,
             "trigger": self.trigger,
+            "num_deduped": self.num_deduped,
+            "deduped_bytes": self.deduped_bytes,
             "device": self.device,
             "updated_at": now,
         }

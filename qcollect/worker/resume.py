@@ -7,7 +7,7 @@ that captures of two different trainings never end up in one folder.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -24,13 +24,18 @@ from qcollect.worker.saver import fix_value
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The captures that are there, by key, and those to be compared."""
+    """The captures that are there, by key, and those to be compared.
+
+    ``num_deduped`` of them refer to others, and take ``deduped_bytes`` less than these.
+    """
 
     run_dir: Path
     files: dict[CaptureKey, str | None]
     to_compare: frozenset[CaptureKey]
     num_bytes: int
     statistics: dict[CaptureKey, ManifestRecord] = field(default_factory=dict)  # of those to be compared without a file
+    num_deduped: int = 0
+    deduped_bytes: int = 0
     compared: set[CaptureKey] = field(default_factory=set)
 
     @classmethod
@@ -38,11 +43,19 @@ class Kept:
         """``records`` in the order they were saved."""
         keyed = [(CaptureKey.from_metadata(record.metadata), record) for record in records]
         last_of = {key.iteration: (key, record) for key, record in keyed}
+        size_of = {PurePosixPath(record.file).name: record.bytes or 0 for record in records if record.file is not None}
+        saved = [
+            size_of[target] - (record.bytes or 0)
+            for record in records
+            if (target := record.metadata.get("stored_in")) in size_of
+        ]
         return cls(
             run_dir=run_dir,
             files={key: record.file for key, record in keyed},
             to_compare=frozenset(key for key, _ in last_of.values()),
             num_bytes=sum(record.bytes or 0 for record in records),
+            num_deduped=len(saved),
+            deduped_bytes=sum(saved),
             statistics={key: record for key, record in last_of.values() if record.is_statistics},
         )
 

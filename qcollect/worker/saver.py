@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
@@ -24,9 +24,11 @@ from qcollect.store.capture import (
     write_failure,
 )
 from qcollect.store.files import LineFile, encode_line
+from qcollect.store.reference import FORM, hash_payload, reference_entries
 from qcollect.store.summary import describe, summarize
 from qcollect.vocab import COMPONENTS, CaptureName, LayerType, RankInfo, Values
-from qcollect.worker.packing import Packing, pack
+from qcollect.worker.dedupe import MIN_BYTES, Claim, Payloads
+from qcollect.worker.packing import Packed, Packing, pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,11 @@ class Source(NamedTuple):
 
 
 class Saver:
-    """Writes this rank's captures below one run folder; any thread may."""
+    """Writes this rank's captures below one run folder; any thread may.
+
+    ``num_deduped`` of them refer to another file (``Packing.dedupe``), which left ``deduped_bytes`` unwritten: what
+    the files that hold their tensors are larger than they.
+    """
 
     def __init__(
         self,
@@ -138,6 +144,9 @@ class Saver:
         self.clock = clock
         self.num_saved = 0
         self.num_bytes = 0
+        self.num_deduped = 0
+        self.deduped_bytes = 0
+        self._payloads = Payloads()
         self._lock = threading.Lock()
         self._folders: set[Path] = set()
         self._manifests: dict[int, LineFile] = {}
@@ -193,12 +202,36 @@ class Saver:
             num_samples=seen.num_samples,
             block_scales=seen.block_scales,
         )
-        metadata = describe_capture(seen, self.run_id, self.device, now, packed.metadata)
-        stored = self._write(packed.entries, tensor_info, metadata, seen, counter, now)
-        self._list(stored, seen.rank.rank, tensor_info, metadata)
+        packed, known = self._share(packed, seen)
+        listed: StoredFile | None = None
+        try:
+            metadata = describe_capture(seen, self.run_id, self.device, now, packed.metadata)
+            stored = self._write(packed.entries, tensor_info, metadata, seen, counter, now)
+            if isinstance(known, StoredFile):
+                stored = replace(stored, deduped_bytes=known.num_bytes - stored.num_bytes)
+            self._list(stored, seen.rank.rank, tensor_info, metadata)
+            listed = stored
+        finally:
+            if isinstance(known, Claim):
+                known.settle(listed)
         if os.environ.get("QCOLLECT_LOG") == "debug":
             _print_save(stored.path, seen)
         return stored
+
+    def _share(self, packed: Packed, seen: Observation) -> tuple[Packed, StoredFile | Claim | None]:
+        """A reference to the file that stores the same, and that file; else ``packed``, and the claim to store it.
+
+        None: it is not to be shared.
+        """
+        payload = hash_payload(packed.entries) if self.packing.dedupe else None
+        if payload is None or payload.num_bytes < MIN_BYTES:
+            return packed, None
+        known = self._payloads.find_or_claim(seen.iteration, seen.rank.rank, payload.xxh3_128)
+        if isinstance(known, Claim):
+            return packed, known
+        file = known.path.name
+        entries = reference_entries(file, packed.entries, payload)
+        return Packed(entries=entries, metadata={**packed.metadata, "storage": FORM, "stored_in": file}), known
 
     def _write(
         self,
@@ -221,7 +254,14 @@ class Saver:
                     raise CaptureError(f"{path}: exists already; nothing was overwritten") from None
                 number += 1  # another saver of this folder took the number
 
-    def _list(self, stored: StoredFile, rank: int, tensor_info: dict[str, Any], metadata: dict[str, Any]) -> None:
+    def _list(
+        self,
+        stored: StoredFile,
+        rank: int,
+        tensor_info: dict[str, Any],
+        metadata: dict[str, Any],
+    ) -> None:
+        """Append a file's manifest line, and count it."""
         line = encode_line(
             {
                 "file": stored.path.relative_to(self.paths.run_dir).as_posix(),
@@ -237,6 +277,9 @@ class Saver:
                 self._manifest(rank, path).append_encoded(line)
                 self.num_saved += 1
                 self.num_bytes += stored.num_bytes
+                if stored.deduped_bytes is not None:
+                    self.num_deduped += 1
+                    self.deduped_bytes += stored.deduped_bytes
         except OSError as error:
             stored.path.unlink(missing_ok=True)  # a capture is its file and its line, or nothing
             raise write_failure(path, error) from error

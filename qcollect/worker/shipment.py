@@ -136,10 +136,14 @@ class Summaries:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a capture: the bytes of its file, or why there is none. Neither: an earlier one failed."""
+    """What became of a capture: the bytes of its file, or why there is none. Neither: an earlier one failed.
+
+    ``deduped_bytes``: as ``StoredFile`` has them.
+    """
 
     ticket: int
     num_bytes: int = 0
+    deduped_bytes: int | None = None
     error: Exception | None = None
 
 
@@ -169,4 +173,4 @@ class Scribe:
             self._has_failed = not (self._goes_on and isinstance(error, CaptureError))
             self._tell(Outcome(shipment.ticket, error=error))
         else:
-            self._tell(Outcome(shipment.ticket, stored.num_bytes))
+            self._tell(Outcome(shipment.ticket, stored.num_bytes, stored.deduped_bytes))

@@ -19,10 +19,13 @@ class Sink(Taker, Protocol):
     """Takes what is wanted on the training thread and has it written by others; ``open`` to ``close``.
 
     What could not be written is raised by ``check``, or counted (``num_missing``, ``first_missing``), as
-    ``capture.on_error`` says.
+    ``capture.on_error`` says. ``num_deduped`` of what was written refers to other files, which left ``deduped_bytes``
+    unwritten.
     """
 
     num_taken: int
+    num_deduped: int
+    deduped_bytes: int
     num_missing: int
     first_missing: str | None
 

@@ -177,6 +177,7 @@ class StatisticsSink:
         self.num_taken = 0
         self.num_written = 0
         self.num_bytes = 0
+        self.num_deduped = self.deduped_bytes = 0
         self.num_missing = 0
         self.first_missing: str | None = None
         self.waited_s = 0.0

@@ -47,6 +47,8 @@ class TensorSink:
         self.num_bytes_taken = 0
         self.num_written = 0
         self.num_bytes = 0
+        self.num_deduped = 0
+        self.deduped_bytes = 0
         self.num_missing = 0
         self.first_missing: str | None = None
         self.waited_s = 0.0
@@ -97,6 +99,7 @@ class TensorSink:
     def _count(self, engine: CaptureEngine) -> None:
         self.num_taken, self.num_bytes_taken = engine.num_taken, engine.num_bytes_taken
         self.num_written, self.num_bytes = engine.num_written, engine.num_bytes_written
+        self.num_deduped, self.deduped_bytes = engine.num_deduped, engine.deduped_bytes
         self.num_missing, self.first_missing = engine.num_missing, engine.first_missing
         self.waited_s = engine.waited_s
 

@@ -186,16 +186,16 @@ def encode_outcome(outcome: Outcome) -> bytes:
     """One line."""
     error = outcome.error
     told = None if error is None else [isinstance(error, CaptureError), type(error).__name__, str(error)]
-    return json.dumps([outcome.ticket, outcome.num_bytes, told]).encode() + b"\n"
+    return json.dumps([outcome.ticket, outcome.num_bytes, outcome.deduped_bytes, told]).encode() + b"\n"
 
 
 def decode_outcome(line: bytes) -> Outcome:
     """What ``encode_outcome`` made; an error that is none of ours becomes a RuntimeError that says which it was."""
-    ticket, num_bytes, told = json.loads(line)
+    ticket, num_bytes, deduped_bytes, told = json.loads(line)
     if told is None:
-        return Outcome(ticket, num_bytes)
+        return Outcome(ticket, num_bytes, deduped_bytes)
     is_ours, kind, text = told
-    return Outcome(ticket, num_bytes, CaptureError(text) if is_ours else RuntimeError(f"{kind}: {text}"))
+    return Outcome(ticket, error=CaptureError(text) if is_ours else RuntimeError(f"{kind}: {text}"))
 
 
 def _enlarge(pipe: int) -> None:

@@ -51,6 +51,13 @@ def test_modules_in_high_precision_are_told_once_for_all_layers(make_plan):
     assert "left in high precision: model.layers.*.norm, lm_head" in lines_of(replace(make_plan(), excluded=excluded))
 
 
+def test_bytes_that_may_be_saved_are_an_upper_bound(make_plan):
+    plan = make_plan()
+    last = lines_of(plan)[-1]
+    recipe = replace(plan.recipe, capture=replace(plan.recipe.capture, dedupe=True))
+    assert lines_of(replace(plan, recipe=recipe))[-1] == f"{last}, less what capture.dedupe saves"
+
+
 def test_several_plans_end_with_their_sum(make_plan, capsys):
     print_plans([make_plan(name="one"), make_plan(name="two")], as_json=False)
     shown = capsys.readouterr()

@@ -49,6 +49,12 @@ def test_one_run_is_shown_with_its_ranks(running, snapshot):
     assert lines[6].split() == "1 101 loading cpu 3 0/5 2.0 KiB - 2s ago".split()
 
 
+def test_what_references_saved_is_shown_below_a_run(running, snapshot):
+    running.progress(0, num_deduped=3, deduped_bytes=4_000_321)
+    lines = show(render_status([snapshot(running)])).splitlines()
+    assert lines[-1] == "3 of 4 captures refer to another that is the same, which saved 4,000,321 bytes"
+
+
 def test_several_runs_are_shown_as_a_table_with_what_failed(make_run, snapshot, running):
     failed = make_run("mxfp4")
     failed.record(quant_type="mxfp4", state="failed", exit_code=4)

@@ -156,6 +156,24 @@ def test_training_that_waited_for_writers_says_how_long(make_run, read):
     )
 
 
+def test_captures_that_refer_to_others_are_counted(make_run, read):
+    run = make_run()
+    run.record(state="completed")
+    run.captures(0, 5)
+    run.captures(1, 5)
+    run.progress(0, num_deduped=0, deduped_bytes=0)
+    run.progress(1)
+    assert read(run).notes == ()
+    run.progress(0, num_deduped=2, deduped_bytes=4_000_000)
+    run.progress(1, num_deduped=1, deduped_bytes=321)
+    snapshot = read(run)
+    assert snapshot.notes == ("3 of 10 captures refer to another that is the same, which saved 4,000,321 bytes",)
+    assert snapshot.warnings == ()
+    shown = snapshot.to_dict()
+    assert shown["notes"] == list(snapshot.notes)
+    assert [(r["num_deduped"], r["deduped_bytes"]) for r in shown["ranks"]] == [(2, 4_000_000), (1, 321)]
+
+
 def test_silent_rank_is_pointed_out(make_run, read, now):
     run = make_run()
     run.record()

@@ -48,7 +48,7 @@ def test_unknown_key_names_file_line_and_the_known_ones(refusals: Refusals, mini
     assert refusals(f"{minimal}capture:\n  target: 5\n  layer: [3]\n") == [
         "r.yaml:5: unknown key 'capture.layer'; known: target, layers, modules, layer_types, operations, phases, "
         "tensor_names, iterations, ranks, samples, tokens, values, mode, shadow, layout, host_memory_gb, durability, "
-        "on_error, storage, scales, compress, trigger. "
+        "on_error, storage, scales, compress, trigger, dedupe. "
         "Did you mean 'layers'?"
     ]
 

@@ -142,6 +142,7 @@ def test_file_metadata_has_every_field(saver):
         "storage": "values",
         "storage_note": None,
         "stored_rows": None,
+        "stored_in": None,
         **dict.fromkeys(("visible_device", "gpu_name", "gpu_uuid", "gpu_index")),
     }
 

@@ -11,7 +11,7 @@ from qcollect.recipe.records import STATISTICS, CaptureSpec, QuantSpec
 
 _RULES = ("scale_rule", "rounding", "grad_rounding", "block_size", "weight_block_size")
 # of ``capture``, what only tensors in files have
-_OF_FILES = ("tokens", "layout", "host_memory_gb", "storage", "scales", "compress")
+_OF_FILES = ("tokens", "layout", "host_memory_gb", "storage", "scales", "compress", "dedupe")
 
 
 def find_quant_conflicts(

@@ -143,8 +143,7 @@ class Stager:
         if known is not None:
             self.num_shared += 1
             return known
-        has_lane = value.device.type == "cuda" and self.arena.is_shared
-        staged = self._lane(value.device).copy(value) if has_lane else self._copy_now(value)
+        staged = self._lane(value.device).copy(value) if self._travels(value) else self._copy_now(value)
         staged.parcel.num_users += 1
         if identity is not None:
             staged.parcel.num_users += 1  # this memory of it
@@ -182,6 +181,9 @@ class Stager:
         for arena in (self.arena, self._facts):
             if arena is not None:
                 arena.close()
+
+    def _travels(self, value: Tensor) -> bool:
+        return value.device.type == "cuda" and self.arena.is_shared
 
     def _forget_seen(self) -> None:
         seen, self._seen = self._seen, {}
@@ -272,11 +274,12 @@ class _Lane:
         self._device, self._values_arena, self._facts, self._value_ids = device, values, facts, value_ids
         self._allocate, self._ship, self._wait = allocate, ship, wait
         self._buffer_bytes, self._max_buffers = buffer_bytes, max_buffers
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream, self._signals = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._sent: deque[_Buffer] = deque()  # in the order they were sent
         self._oversized: _Buffer | None = None
         self._num_arrivals = 0
-        self._arrivals = torch.zeros((), dtype=torch.int64, device=device)
+        with torch.cuda.stream(self._signals):
+            self._arrivals = torch.zeros((), dtype=torch.int64, device=device)
         counter = facts.allocate(_ALIGNMENT, wait)
         self._counter = facts.tensor(counter, (), torch.int64)
         self._counter_piece = facts.piece(counter, (), torch.int64)
@@ -341,8 +344,8 @@ class _Lane:
             for source in sources.values():
                 self._stream.wait_stream(source)
             numbers = self._send_facts(parcel, tensors, buffer, [staged for staged, *_ in values])
-            arrival = self._arrive()
-            self._under_way.append((self._record(), tensors))
+            arrival, event = self._arrive()
+            self._under_way.append((event, tensors))
             # before waiting for memory, which those may hold that need no more than this
             ready = [order for order in orders if order.staged.piece is not None]
             if ready:
@@ -351,8 +354,7 @@ class _Lane:
                 return
             waiting = [order for order in orders if order.staged.piece is None]
             self._send_values(parcel, buffer, values)
-            arrival = self._arrive()
-            buffer.arrived = self._record()
+            arrival, buffer.arrived = self._arrive()
         self._ship([order.ship(arrival, numbers) for order in waiting])
         if buffer.memory.numel() == self._buffer_bytes:
             self._sent.append(buffer)
@@ -402,16 +404,16 @@ class _Lane:
         for staged, shape, dtype, start in values:
             staged.piece = self._values_arena.piece(slot, shape, dtype, start=start)
 
-    def _arrive(self) -> Arrival:
-        """When all that was sent so far will be there: on the device's counter, which the host can read."""
-        self._num_arrivals += 1
-        self._counter.copy_(self._arrivals.add_(1), non_blocking=True)
-        return Arrival(self._counter_piece, self._num_arrivals)
-
-    def _record(self) -> torch.cuda.Event:
+    def _arrive(self) -> tuple[Arrival, torch.cuda.Event]:
+        """When all that was sent so far will be there: on the device's counter, which others can read, and an event."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return event
+        self._num_arrivals += 1
+        # by another stream: what is before an event can be seen by the host once that is over, and only then counts
+        self._signals.wait_event(event)
+        with torch.cuda.stream(self._signals):
+            self._counter.copy_(self._arrivals.add_(1), non_blocking=True)
+        return Arrival(self._counter_piece, self._num_arrivals), event
 
     def _next_buffer(self, num_bytes: int) -> _Buffer:
         if num_bytes > self._buffer_bytes:

@@ -1,0 +1,215 @@
+"""Values on their way from a device, with the CPU in the place of the device: streams and events that need no waiting.
+
+What depends on real streams is measured on a card (``tests/bench/capture_gpu.py``, part overwrite).
+"""
+
+from contextlib import nullcontext
+from datetime import UTC, datetime
+
+import pytest
+import torch
+
+from qcollect.formats.quantized import ScaleCodes
+from qcollect.formats.quantizer import Quantizer
+from qcollect.store.capture import describe_tensor, load_capture
+from qcollect.store.manifest import read_manifest
+from qcollect.vocab import Gemm, LayerType, RankInfo, Values
+from qcollect.worker import staging
+from qcollect.worker.arena import can_share
+from qcollect.worker.engine import CaptureEngine, EngineSettings
+from qcollect.worker.packing import Packing
+from qcollect.worker.policy import Use
+from qcollect.worker.saver import Observation, Saver
+
+pytestmark = pytest.mark.skipif(not can_share(), reason="no memory can be shared here")
+
+
+class Stream:
+    stream_id = 1
+
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+
+class Event:
+    def record(self, stream):
+        pass
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def make_engine(tmp_path, monkeypatch):
+    """Engines for which every tensor is on a device, with buffers of 4 KiB."""
+    for name, fake in {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: Stream(),
+        "stream": lambda stream: nullcontext(),
+        "device": lambda device: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(staging.Stager, "_travels", lambda self, value: True)
+    engines = []
+
+    def make(packing=None, **settings):
+        saver = Saver(tmp_path / "run", run_id="r", packing=packing, clock=lambda: datetime(2026, 1, 1, tzinfo=UTC))
+        settings.setdefault("host_memory_bytes", 1 << 20)
+        engine = CaptureEngine(saver, EngineSettings(**settings), device=torch.device("cpu"), in_process=False)
+        engine.stager._sizes = min(4096, engine.stager._sizes[0]), 2
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def observation(name, **fields):
+    return Observation(
+        layer_type="linear",
+        layer_idx=0,
+        operation="forward",
+        phase="pre",
+        component="linear",
+        quant_type="mxfp8",
+        tensor_name=name,
+        tensor=name,
+        module="layers.0",
+        rank=RankInfo(rank=0, local_rank=0, world_size=1),
+        iteration=0,
+        micro_batch=0,
+        sample_idx=0,
+        num_samples=1,
+        **fields,
+    )
+
+
+def saved(engine):
+    engine.drain()
+    run_dir = engine.saver.paths.run_dir
+    records = read_manifest(engine.saver.paths.manifest_path(0))
+    return {record.metadata["tensor_name"]: load_capture(run_dir / record.file) for record in records}
+
+
+def check(found, tensors):
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name]["tensor"], tensor), name
+        assert found[name]["tensor_info"] == describe_tensor(tensor), name
+
+
+def test_values_of_many_parcels_arrive_with_their_statistics(make_engine):
+    engine = make_engine()
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.int16)
+    tensors = {
+        f"t{i}": (100 * torch.randn(1 + 37 * i % 300, 3, generator=generator)).to(dtypes[i % 4]) for i in range(60)
+    }
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 2), "turned": torch.randn(4, 6).t()}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        engine.submit(tensor, observation(name), i + 1)
+    check(saved(engine), tensors)
+
+
+def test_memory_for_two_parcels_is_enough_for_many(make_engine):
+    engine = make_engine(host_memory_bytes=8192)
+    tensors = {f"t{i}": torch.randn(700) for i in range(40)}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        engine.submit(tensor, observation(name), i + 1)
+    check(saved(engine), tensors)
+    assert engine.stager.arena._free == [(0, 8192)]
+
+
+def test_a_value_larger_than_all_memory_arrives(make_engine):
+    engine = make_engine(host_memory_bytes=8192)
+    tensors = {
+        "small": torch.randn(10),
+        "large": torch.randn(30_000),
+        "larger": torch.randn(40_000),
+        "last": torch.ones(3),
+    }
+    for i, (name, tensor) in enumerate(tensors.items()):
+        engine.submit(tensor, observation(name), i + 1)
+    check(saved(engine), tensors)
+
+
+def consumers_of(x):
+    quantizer = Quantizer.create("mxfp8", axis=1)
+    use = Use.of(
+        x,
+        quantizer,
+        layer_type=LayerType.LINEAR,
+        tensor_name="input",
+        gemm=Gemm.FPROP,
+        seeds=(0, 0, 0, "fc"),
+    )
+    return [use.describe(use.num_saturated().to(torch.float64))]
+
+
+def test_numbers_from_the_device_are_whole_in_the_metadata_of_their_own_capture(make_engine):
+    engine = make_engine()
+    tensors = {}
+    for i in range(30):
+        x = torch.zeros(1, 32 * (1 + i))
+        x[0, : i + 1] = 957.0
+        tensors[f"t{i}"] = x
+        engine.submit(x, observation(f"t{i}", consumers=consumers_of(x)), i + 1)
+    found = saved(engine)
+    check(found, tensors)
+    for i in range(30):
+        (consumer,) = found[f"t{i}"]["metadata"]["consumers"]
+        count = consumer["num_saturated"]
+        assert type(count) is int and count == int(consumers_of(tensors[f"t{i}"])[0]["num_saturated"]), i
+    assert found["t7"]["metadata"]["consumers"][0]["num_saturated"] > 0
+
+
+def test_a_value_that_was_sent_already_takes_the_numbers_of_a_later_parcel(make_engine):
+    engine = make_engine()
+    x = torch.randn(4, 32)
+    engine.submit(x, observation("first", consumers=consumers_of(x)), 1)
+    for lane in engine.stager._lanes.values():
+        lane.flush()
+    engine.submit(x, observation("second", consumers=consumers_of(x)), 2)
+    found = saved(engine)
+    assert engine.stager.num_shared == 1
+    check(found, {"first": x, "second": x})
+    assert found["first"]["metadata"]["consumers"] == found["second"]["metadata"]["consumers"]
+
+
+def test_scales_of_blocks_come_along(make_engine):
+    engine = make_engine(packing=Packing(scales=True))
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    (consumer,) = consumers_of(x)
+    scales = torch.arange(8, dtype=torch.uint8).view(4, 2)
+    engine.submit(
+        x,
+        observation(
+            "q", consumers=[consumer], values=Values.QUANTIZED, block_scales=ScaleCodes(scales=scales, micro=())
+        ),
+        1,
+    )
+    found = saved(engine)
+    assert torch.equal(found["q"]["scales"]["fprop"].view(torch.uint8), scales)
+
+
+def test_all_memory_is_given_back(make_engine):
+    engine = make_engine()
+    for i in range(20):
+        x = torch.randn(5, 32)
+        engine.submit(x, observation(f"t{i}", consumers=consumers_of(x)), i + 1)
+    engine.drain()
+    stager = engine.stager
+    assert stager.arena._free == [(0, stager.arena.num_bytes)]
+    assert sum(size for _, size in stager._facts._free) == stager._facts.num_bytes - 4096  # the counter's

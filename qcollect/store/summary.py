@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcollect.formats.catalog import E2M1
+from qcollect.formats.codes import decode, unpack
 from qcollect.store import summary_cpu, summary_cuda
 
 FIELDS = (
@@ -23,6 +25,7 @@ FIELDS = (
 STATISTICS = ("min", "max", "mean", "std", "abs_max", "rms", "min_nonzero_abs", "num_nan", "num_inf", "num_zero")
 _NO_VALUES = (None,) * 7
 _WITHOUT_FLOAT64 = ("mps",)
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers an element, which torch itself cannot read
 
 
 def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
@@ -34,8 +37,8 @@ def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     The same values in the same order give the same bits on a machine.
 
     Args:
-        tensor: any shape, strides, dtype and device. A tensor on a device without float64 is copied to the CPU, which
-            waits.
+        tensor: any shape, strides, dtype and device; of packed ones (``float4_e2m1fn_x2``) both numbers count. A tensor
+            on a device without float64 is copied to the CPU, which waits.
         out: (9,) float64 on the tensor's device, contiguous, at a multiple of 16 bytes: written and returned.
 
     Returns:
@@ -43,6 +46,9 @@ def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if out is not None and not (tensor.numel() and summary_cuda.supports(tensor)):
         return out.copy_(summarize(tensor))
+    if tensor.dtype == _PACKED:
+        codes = tensor.detach().contiguous().view(torch.uint8).reshape(-1)
+        tensor = decode(unpack(codes, 0, 2 * codes.numel()), E2M1)
     if tensor.device.type in _WITHOUT_FLOAT64:
         tensor = tensor.cpu()
     if tensor.numel() and summary_cuda.supports(tensor):

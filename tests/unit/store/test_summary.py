@@ -142,3 +142,11 @@ def test_no_team_of_threads_is_started():
     thread.join()
     torch.set_num_threads(num_threads)
     assert len(found) == 4 and max(found) <= 0, found
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no packed dtype")
+def test_both_numbers_of_a_packed_element_count() -> None:
+    # the lower half comes first: 0.5 and 6, -6 and 0, 1 and -1.5
+    codes = torch.tensor([[0x71, 0x0F, 0xB2]], dtype=torch.uint8)
+    info = described(summarize(codes.view(torch.float4_e2m1fn_x2)))
+    assert (info["min"], info["max"], info["num_zero"], info["mean"]) == (-6.0, 6.0, 1, 0.0)

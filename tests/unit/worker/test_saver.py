@@ -215,3 +215,11 @@ def test_tensor_names_stay_inside_the_folder(saver, tmp_path):
     path = saver.save(torch.zeros(1), observation(tensor="../../x/w[0]"))
     assert path.parent == tmp_path
     assert path.name.endswith("_..%2F..%2Fx%2Fw[0].pt")
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no packed dtype")
+def test_a_packed_tensor_keeps_its_codes(saver):
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
+    content = load_capture(saver.save(codes.view(torch.float4_e2m1fn_x2), observation()))
+    assert content["tensor"].dtype == torch.float4_e2m1fn_x2
+    assert torch.equal(content["tensor"].view(torch.uint8), codes)

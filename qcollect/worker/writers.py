@@ -28,6 +28,10 @@ Job = TypeVar("Job")
 # How long a thread in Python may go on while another waits: five milliseconds otherwise, which the training thread
 # would wait whenever it has let go of the interpreter for a moment, as most of torch's calls do.
 _SWITCH_S = 0.0002
+# Of writers beside training on the same cores: its threads wait for the last of them at every step, so a writer that
+# takes a core for a moment holds them all. Where all cores are busy writers get next to nothing, and all of them once
+# training waits.
+_NICENESS = 19
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031  # Linux, fcntl.F_SETPIPE_SZ
 _READ_BYTES = 1 << 16
@@ -55,10 +59,14 @@ class Writers(Protocol):
 
 
 class WriterPool(Generic[Job]):
-    """``num_threads`` threads that call ``work``, which may not raise, on jobs in the order they came."""
+    """``num_threads`` threads that call ``work``, which may not raise, on jobs in the order they came.
 
-    def __init__(self, num_threads: int, work: Callable[[Job], None]) -> None:
-        self._work = work
+    Args:
+        niceness: how far behind other threads of the machine theirs stand, from 0 to 19 (on Linux).
+    """
+
+    def __init__(self, num_threads: int, work: Callable[[Job], None], *, niceness: int = 0) -> None:
+        self._work, self._niceness = work, niceness
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"qcollect-writer-{i}", daemon=True) for i in range(num_threads)
@@ -78,6 +86,8 @@ class WriterPool(Generic[Job]):
             thread.join()
 
     def _run(self) -> None:
+        if self._niceness and sys.platform == "linux":  # elsewhere a thread has none of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (job := self._jobs.get()) is not None:
             self._work(job)
             del job
@@ -91,7 +101,7 @@ class WriterThreads:
         scribe = Scribe(saver, Memory.map_of, goes_on=goes_on, tell=self._outcomes.put)
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
-        self._pool: WriterPool[Shipment] = WriterPool(num_threads, scribe.write)
+        self._pool: WriterPool[Shipment] = WriterPool(num_threads, scribe.write, niceness=_NICENESS)
 
     def send(self, shipments: Sequence[Shipment]) -> None:
         for shipment in shipments:

@@ -90,9 +90,10 @@ class HostArena:
         num_bytes: of the whole.
         pin: page-lock it, for copies from a CUDA device.
         is_shared: so that another process can read what is in it.
+        num_touched: bytes that are written to at once, so that nobody waits for the system to find them later.
     """
 
-    def __init__(self, num_bytes: int, *, pin: bool = False, is_shared: bool = False) -> None:
+    def __init__(self, num_bytes: int, *, pin: bool = False, is_shared: bool = False, num_touched: int = 0) -> None:
         self.num_bytes = max(page_rounded(num_bytes), _PAGE_BYTES)
         self.waited_s = 0.0
         self.is_shared = is_shared
@@ -100,6 +101,8 @@ class HostArena:
         self._free = [(0, self.num_bytes)]  # by offset
         self._num_oversized = 0
         self.is_pinned = pin and _page_lock(self._memory.map, self.num_bytes)
+        if not self.is_pinned:
+            _tensor(self._memory.map, (min(num_touched, self.num_bytes),), torch.uint8, 0).zero_()
 
     def allocate(self, num_bytes: int, wait: Callable[[], None]) -> Slot:
         """A piece of so many bytes, once it is free; what does not fit at all gets memory of its own, one at a time.

@@ -92,7 +92,7 @@ class CaptureEngine:
         # before the memory, which takes a while too
         self._writers: Writers = make_writers(saver, num_threads, goes_on=settings.on_error == "continue")
         num_bytes = _arena_bytes(settings.host_memory_bytes, needed_bytes, num_local_ranks)
-        arena = HostArena(num_bytes, pin=is_cuda, is_shared=not in_process)
+        arena = HostArena(num_bytes, pin=is_cuda, is_shared=not in_process, num_touched=needed_bytes)
         self.stager = Stager(arena, ship=self._ship, wait=lambda: self._settle(wait=True))
 
     @property

@@ -51,9 +51,9 @@ def archive_parts(entries: Mapping[str, Any], plain: Mapping[str, Any]) -> list[
     storages: list[torch.UntypedStorage] = []
     items = [_pickled(name) + _pickled_tensors(value, storages) for name, value in entries.items()]
     items += [_pickled(name) + _pickled(value) for name, value in plain.items()]
-    if sum(storage.nbytes() for storage in storages) >= _MAX_BYTES:
-        return None
     pickled = b"\x80\x02}(" + b"".join(items) + b"u."
+    if sum(storage.nbytes() for storage in storages) + len(pickled) >= _MAX_BYTES:
+        return None
     archive = _Archive()
     archive.add("data.pkl", pickled)
     archive.add(".format_version", _FORMAT_VERSION)

@@ -16,6 +16,7 @@ from typing import Any, Self
 from qcollect.paths import temporary_path
 
 _CHUNK_BYTES = 1 << 20
+_MAX_PARTS = 1024  # that a system writes at once, as a rule
 _counted: dict[Path, tuple[int, int, int]] = {}  # inode, bytes and lines of large files
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)  # the one of POSIX, the other of Windows
 
@@ -87,7 +88,7 @@ def write_parts(path: Path, parts: Sequence[Any], *, durable: bool = False) -> N
     try:
         rest = [memoryview(part).cast("B") for part in parts]
         while rest:
-            num_bytes = os.writev(file, rest) if hasattr(os, "writev") else os.write(file, rest[0])
+            num_bytes = os.writev(file, rest[:_MAX_PARTS]) if hasattr(os, "writev") else os.write(file, rest[0])
             while rest and num_bytes >= len(rest[0]):
                 num_bytes -= len(rest.pop(0))
             if num_bytes:
@@ -164,9 +165,8 @@ class LineFile:
         assert self._file is not None
         written = 0
         try:
-            while written < len(
-                line
-            ):  # once, unless the disk ran full inside the line: the rest raises, or fits by now
+            # once, unless the disk ran full inside the line: the rest raises, or fits by now
+            while written < len(line):
                 written += os.write(self._file, line[written:])
             if self.durable:
                 os.fsync(self._file)

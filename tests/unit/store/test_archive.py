@@ -98,6 +98,7 @@ def test_bytes_are_those_of_torchs_own_writer_but_for_the_id(shape):
 
 
 def test_four_gibibytes_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr("qcollect.store.archive._MAX_BYTES", 64)
-    assert archive_parts({"tensor": torch.zeros(16)}, PLAIN) is None
-    assert archive_parts({"tensor": torch.zeros(15)}, PLAIN) is not None
+    monkeypatch.setattr("qcollect.store.archive._MAX_BYTES", 1 << 16)
+    assert archive_parts({"tensor": torch.zeros(1 << 14)}, PLAIN) is None
+    assert archive_parts({"tensor": torch.zeros(1 << 13)}, PLAIN) is not None
+    assert archive_parts({"tensor": torch.zeros(1)}, {"metadata": {"x": "y" * (1 << 16)}}) is None

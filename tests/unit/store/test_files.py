@@ -11,6 +11,7 @@ from qcollect.store.files import (
     read_tail,
     write_json_atomic,
     write_json_in_place,
+    write_parts,
 )
 
 
@@ -111,3 +112,8 @@ def test_tail_starts_at_a_line(tmp_path):
     assert read_tail(path, 9) == b"third"
     assert read_tail(path, 100) == b"first\nsecond\nthird"
     assert read_tail(tmp_path / "none", 100) == b""
+
+
+def test_more_pieces_than_a_system_writes_at_once_are_all_written(tmp_path):
+    write_parts(tmp_path / "a", [bytes([i % 251]) for i in range(5000)])
+    assert (tmp_path / "a").read_bytes() == bytes(i % 251 for i in range(5000))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcollect.formats import compiled, triton_launch
 from qcollect.formats.eager import Choices
-from qcollect.formats.error_stats import ErrorStats
+from qcollect.formats.error_stats import ErrorStats, Totals
 from qcollect.formats.records import ScaleRule, TensorScale
 from qcollect.formats.scales import tensor_amax, tensor_encode
 
@@ -47,22 +47,31 @@ def run_both(
 
 
 def run_with_stats(
-    x: Tensor, choices: Choices, encode: Tensor | None, *, histograms: bool, totals: Tensor | None = None
+    x: Tensor, choices: Choices, encode: Tensor | None, *, histograms: bool
 ) -> tuple[Tensor, ErrorStats] | None:
     """The values of ``x`` and their statistics in one pass; None where that is not possible.
 
     The values of a cast may differ from torch's own in the bits of a NaN.
-
-    Args:
-        totals: (8,) float64 on the device of ``x``, written if it is given.
     """
     if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = triton_launch.run_with_stats(
-        x, out, choices, encode, with_tensor_scale=True, histograms=histograms, totals=totals
-    )
+    stats = triton_launch.run_with_stats(x, out, choices, encode, with_tensor_scale=True, histograms=histograms)
     return out, stats
+
+
+def measure(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> Tensor | None:
+    """As ``run_with_stats``, without histograms; the totals go to ``totals``."""
+    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
+        return None
+    return triton_launch.measure(x, choices, encode, totals)
+
+
+def count_limited(x: Tensor, choices: Choices, encode: Tensor | None) -> Tensor | None:
+    """How many elements of ``x`` (not empty) are clamped, 0-dim int64; None: by plain torch."""
+    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
+        return None
+    return triton_launch.count_limited(x, choices, encode)
 
 
 def find_amax(x: Tensor, tensor_scale: TensorScale) -> Tensor:

@@ -3,7 +3,7 @@
 ``backends`` chooses the way each is computed; what it has none for goes step by step (``eager``).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from torch import Tensor
 from qcollect.errors import FormatError
 from qcollect.formats import backends
 from qcollect.formats.eager import Choices, Scaled, limit_values, restore_values, round_values, scale_values
-from qcollect.formats.error_stats import TOTALS, ErrorStats, measure
+from qcollect.formats.error_stats import ErrorStats, Totals, measure
 from qcollect.formats.quantized import Quantized, ScaleCodes, block_scale_codes, make_codes, scale_codes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)  # not frozen: that takes three times as long to make
 class Binding:
     """A quantizer's choices bound to one tensor; ``Quantizer.bind`` makes it. Nothing here waits for the device.
 
@@ -63,28 +63,22 @@ class Binding:
         return block_scale_codes(scale_values(self.source, self.choices, self.encode), self.choices)
 
     def num_saturated(self) -> Tensor:
-        """How many elements a saturating quantization clamps, 0-dim int64 or float64, see ``count_saturated``."""
+        """How many elements a saturating quantization clamps, 0-dim int64, see ``count_saturated``."""
         element = self.choices.quant_type.element
         if element is None or self.is_trivial:
             return torch.zeros((), dtype=torch.int64, device=self.x.device)
-        found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=False)
+        found = backends.count_limited(self.source, self.choices, self.encode)
         if found is not None:
-            return found[1].totals[TOTALS.index("num_clamped")]  # as it is: another launch would make it an integer
+            return found
         return (self._rounded().blocks.values.abs_() > element.max_value).sum()
 
-    def with_stats(
-        self, out: Tensor | None = None, *, histograms: bool, totals: Tensor | None = None
-    ) -> tuple[Tensor, ErrorStats]:
-        """``values`` and what was done to ``source``, see ``Quantizer.apply_with_stats``.
-
-        Args:
-            totals: (8,) float64 that ``ErrorStats.totals`` is written to; None: one of its own.
-        """
+    def with_stats(self, out: Tensor | None = None, *, histograms: bool) -> tuple[Tensor, ErrorStats]:
+        """``values`` and what was done to ``source``, see ``Quantizer.apply_with_stats``."""
         entry, x = self.choices.quant_type, self.x
         if entry.element is None or self.is_trivial:
             what = "quantizes nothing" if entry.element is None else f"got a tensor of shape {tuple(x.shape)}"
             raise FormatError(f"{entry.name} {what}: there is no error to measure.")
-        found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=histograms, totals=totals)
+        found = backends.run_with_stats(self.source, self.choices, self.encode, histograms=histograms)
         if found is not None and entry.element.is_cast:
             return self.values(out), found[1]
         if found is not None:
@@ -95,24 +89,29 @@ class Binding:
         clamped_blocks = clamped.any(dim=scaled.blocks.dims) if scaled.blocks.dims else clamped.any()
         values = self._finished(scaled, out, with_tensor_scale=True)
         codes = scale_codes(scaled, self.choices)
-        stats = measure(self.source, values, clamped, clamped_blocks, scale_codes=codes, histograms=histograms)
-        return values, stats if totals is None else replace(stats, totals=totals.copy_(stats.totals))
+        return values, measure(self.source, values, clamped, clamped_blocks, scale_codes=codes, histograms=histograms)
 
-    def measure(self, totals: Tensor) -> None:
+    def measure(self, totals: Totals) -> None:
         """The totals of ``with_stats`` and nothing else; those of nothing are zero."""
         if self.is_trivial:
-            totals.zero_()
-        elif backends.run_with_stats(self.source, self.choices, self.encode, histograms=False, totals=totals) is None:
-            self.with_stats(histograms=False, totals=totals)
+            totals.numbers.zero_()
+        elif backends.measure(self.source, self.choices, self.encode, totals) is None:
+            totals.numbers.copy_(self.with_stats(histograms=False)[1].totals)
 
-    def measured_values(self, totals: Tensor) -> Tensor:
+    def measured_values(self, totals: Totals) -> Tensor:
         """``values``, and ``measure`` in the same pass."""
-        if self.is_trivial:
-            totals.zero_()
+        element = self.choices.quant_type.element
+        if element is None or self.is_trivial:
+            totals.numbers.zero_()
             return self.values()
-        return self.with_stats(histograms=False, totals=totals)[0]
+        found = backends.measure(self.source, self.choices, self.encode, totals)
+        if found is None:
+            values, stats = self.with_stats(histograms=False)
+            totals.numbers.copy_(stats.totals)
+            return values
+        return self.values() if element.is_cast else found.view(self.x.shape).to(self.x.dtype)
 
-    def measured_operand(self, totals: Tensor) -> Tensor:
+    def measured_operand(self, totals: Totals) -> Tensor:
         """``operand``, and ``measure``: in one pass, unless the type has a scale that an operand leaves out."""
         if not self.choices.quant_type.has_tensor_scale:
             return self.measured_values(totals)

@@ -152,10 +152,8 @@ def check_amax(amax: object, entry: QuantType, has_tensor_scale: bool) -> None:
         raise FormatError(f"amax is {amax!r}; it must be a number, 0 or more.")
 
 
-def check_seed(seed: object, entry: QuantType, rounding: Rounding | None) -> None:
-    """Refuses a missing seed, or one that is none. Without stochastic rounding it is of no consequence."""
-    if rounding != "stochastic" and seed is None:
-        return
+def check_seed(seed: object, entry: QuantType) -> None:
+    """Refuses what is no seed, for stochastic rounding; for any other it is of no consequence."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _NUM_SEEDS:
         raise FormatError(f"{entry.name} with stochastic rounding needs a seed from 0 to 2^63 - 1; seed is {seed!r}.")
 

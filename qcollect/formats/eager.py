@@ -3,7 +3,7 @@
 values -> blocks -> scales -> values / scale -> rounded -> limited -> values x scale
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class Choices:
         block_size: elements along the axis, or (rows, columns); None without blocks.
         source: what hybrid rounding takes its numbers for.
         seed: of stochastic rounding.
+        key: of all but the seed, for dictionaries whose values keep ``quant_type`` and ``source`` alive: records by
+            identity, since hashing one costs more than all else.
     """
 
     quant_type: QuantType
@@ -34,6 +36,14 @@ class Choices:
     saturate: bool
     source: HybridSource | None = None
     seed: int = 0
+    key: tuple[object, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        key = (
+            id(self.quant_type), self.axis, self.scale_rule, self.rounding, self.block_size, self.saturate,
+            id(self.source),
+        )  # fmt: skip
+        object.__setattr__(self, "key", key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qcollect.formats.pending import PendingShares
+
 NUM_BINS = 256
 TOTALS = (
     "sum_squares",
@@ -21,6 +23,19 @@ TOTALS = (
 NUM_TOTALS = len(TOTALS)
 ERRORS = (*TOTALS[:3], "mse", "sqnr_db", *TOTALS[3:])
 _PART = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Totals:
+    """Where what is counted of a tensor is to be put.
+
+    Args:
+        numbers: (8,) float64 on its device, at a multiple of 16 bytes, as ``ErrorStats.totals``.
+        pending: what may put them there later, together with those of other tensors; None: at once.
+    """
+
+    numbers: Tensor
+    pending: PendingShares | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

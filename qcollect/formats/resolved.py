@@ -1,6 +1,6 @@
 """A quant type with every choice made and checked once, for any number of tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -54,6 +54,11 @@ class Quantizer:
     saturate: bool
     source_dtype: str | None = None
     hadamard: int | None = None
+    # what was found before: by the tensor's dimensions and dtype, and for all tensors
+    _choices: dict[tuple[int, torch.dtype], Choices] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _description: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def create(
@@ -110,22 +115,29 @@ class Quantizer:
     def is_stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
+    @property
+    def draws(self) -> bool:
+        """Whether something random takes part: stochastic rounding, or the signs of a Hadamard transform."""
+        return self.hadamard is not None or self.rounding == "stochastic"
+
     def describe(self) -> dict[str, Any]:
         """What a capture's metadata holds of a quantizer; None where it does not apply.
 
         ``definition`` is that of a type which is not in the catalog: without it nobody could read the file later.
         """
-        size = self.block_size
-        return {
-            "axis": self.axis,
-            "quant_type": self.quant_type.name,
-            "definition": definition_of(self.quant_type),
-            "scale_rule": self.scale_rule,
-            "rounding": self.rounding,
-            "block_size": list(size) if isinstance(size, tuple) else size,
-            "source_dtype": self.source_dtype,
-            "hadamard": self.hadamard,
-        }
+        if not self._description:
+            size = self.block_size
+            self._description.update(
+                axis=self.axis,
+                quant_type=self.quant_type.name,
+                definition=definition_of(self.quant_type),
+                scale_rule=self.scale_rule,
+                rounding=self.rounding,
+                block_size=list(size) if isinstance(size, tuple) else size,
+                source_dtype=self.source_dtype,
+                hadamard=self.hadamard,
+            )
+        return dict(self._description)
 
     def __call__(self, x: Tensor, *, seed: int | None = None, hadamard_seed: int = 0) -> tuple[Tensor, Tensor | None]:
         """``x`` quantized, and the abs max its scale followed from (``amax_of``)."""
@@ -239,20 +251,12 @@ class Quantizer:
         check_tensor(x, self.quant_type)
         check_scale(scale, self.quant_type)
         check_amax(amax, self.quant_type, self.has_tensor_scale)
-        check_seed(seed, self.quant_type, self.rounding)
+        if seed is not None or self.rounding == "stochastic":
+            check_seed(seed, self.quant_type)
         x = x.detach() if x.requires_grad else x
+        source = x if self.hadamard is None else self._rotated(x, hadamard_seed)
         choices = self.choices_for(x, seed or 0)
-        source = self._rotated(x, hadamard_seed)
         return Binding(x=x, source=source, choices=choices, encode=self._encode_of(source, scale, amax))
-
-    def rebind(self, x: Tensor, choices: Choices) -> Binding:
-        """``bind`` without a look at the arguments.
-
-        Args:
-            x: without grad.
-            choices: ``choices_for`` a tensor of this shape and dtype; with no Hadamard transform.
-        """
-        return Binding(x=x, source=x, choices=choices, encode=self._encode_of(x, None, None))
 
     def choices_for(self, x: Tensor, seed: int = 0) -> Choices:
         """``choices`` for a tensor of this shape and dtype; its values are not looked at.
@@ -260,7 +264,13 @@ class Quantizer:
         Raises:
             FormatError: it has no such axis.
         """
-        return self.choices(self._axis_of(x), x.dtype, seed)
+        if self.rounding == "stochastic":
+            return self.choices(self._axis_of(x), x.dtype, seed)
+        key = (x.dim(), x.dtype)
+        choices = self._choices.get(key)
+        if choices is None:
+            choices = self._choices[key] = self.choices(self._axis_of(x), x.dtype)
+        return choices
 
     def choices(self, axis: int, dtype: torch.dtype, seed: int = 0) -> Choices:
         """What the values of a tensor follow from, but for its own scale.
@@ -291,8 +301,10 @@ class Quantizer:
             return _as_factor(scale, source).reciprocal()
         if amax is not None:
             return self._encode(_as_factor(amax, source))
+        if not self.has_tensor_scale:
+            return None
         tensor_scale = self.quant_type.tensor_scale
-        if not self.has_tensor_scale or tensor_scale is None or source.numel() == 0:
+        if tensor_scale is None or source.numel() == 0:
             return None
         if tensor_scale.is_inherent and self.scale_rule is not None:
             return backends.find_encode(source, tensor_scale, self.scale_rule)

@@ -49,6 +49,35 @@ def quantize_kernel(
     store(out_ptr, places, exists, as_bits(result), TILE)
 
 
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "row_blocks", "num_bands"])
+def count_limited_kernel(
+    x_ptr,
+    encode_ptr,
+    count_ptr,
+    seed_low,
+    seed_high,
+    num_rows,
+    num_columns,
+    row_blocks,
+    column_blocks,
+    num_bands,
+    RULE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile a program: how many elements are clamped is added to an int64."""
+    places, exists = find_places(tl.program_id(0), num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
+    words = load(x_ptr, places, exists, TILE)
+    tensor_encode = 1.0
+    if RULE.has_encode:
+        tensor_encode = tl.load(encode_ptr)
+    amax = over_blocks(words & MAGNITUDE_MASK, TILE.padded_rows, TILE.padded_width)
+    _, is_limited, scale = quantize_tile(as_float(words), amax, places, tensor_encode, seed_low, seed_high, RULE)
+    if RULE.has_blocks:
+        is_limited = is_limited & (scale == scale)
+    count = tl.sum(is_limited.to(tl.int32)).to(tl.int64)
+    tl.atomic_add(count_ptr, count, mask=count > 0, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "first_seed_low", "first_seed_high", "row_blocks", "num_bands"])
 def quantize_both_kernel(
     x_ptr,

@@ -7,6 +7,7 @@ dictionaries: what a kernel is compiled with is worked out once for every shape 
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from qcollect.formats.eager import Choices
-from qcollect.formats.error_stats import NUM_BINS, NUM_TOTALS, ErrorStats
+from qcollect.formats.error_stats import NUM_BINS, NUM_TOTALS, ErrorStats, Totals
+from qcollect.formats.pending import PendingShares
 from qcollect.formats.records import ScaleRule, TensorScale
 from qcollect.formats.triton_constants import (
     Geometry,
@@ -42,6 +44,8 @@ _MAX_TILES = 32  # of a program: one bit each
 _STATS_GROUP = 32
 _SHARE_SIZE = 5  # of a program, in float64 numbers
 _MAX_PLANS = 4096
+_PENDING_NUMBERS = 1 << 20
+_NUM_ZEROS = 256
 _PAIRS_CAPABILITY = (9, 0)
 # By purpose, whether blocks have several rows, and bytes of an element: the fastest of those tried with 8192 x 8192
 # elements on an H200. A single warp keeps the maxima of blocks along another axis than the last inside it.
@@ -80,32 +84,23 @@ class _Plan:
     has_blocks: bool = False
 
 
+_FINISH_MANY = _Plan(kept=(), num_programs=NUM_TOTALS, numbers=(NUM_TOTALS, _FINISH_SIZE), num_warps=4)
+
 _plans: dict[tuple[object, ...], _Plan] = {}
+# answers, and what their keys name by identity, kept alive
+_answers: dict[tuple[object, ...], tuple[bool, tuple[object, ...]]] = {}
 _finish_plans: dict[tuple[object, ...], _Plan] = {}
 _amax_plans: dict[tuple[object, ...], tuple[_Plan, _Plan]] = {}
 
 
 def supports(x: Tensor, choices: Choices) -> bool:
     """Whether ``run`` can quantize ``x`` so."""
-    if x.dtype not in _DTYPES or not _is_on_device(x):
-        return False
-    entry, element = choices.quant_type, choices.quant_type.element
-    if element is None or element.is_cast or not is_expressible(element, entry.scale_format):
-        return False
-    if choices.block_size is None or x.numel() == 0:
-        return True
-    _, rows, width = as_outer_rows_columns(x, choices)
-    return power_of_two_above(rows) * power_of_two_above(width) <= _MAX_BLOCK_ELEMENTS
+    return _ask(_supports, x, choices)
 
 
 def supports_stats(x: Tensor, choices: Choices) -> bool:
-    """Whether ``run_with_stats`` can count what becomes of ``x``; of a cast only the counts."""
-    entry, element = choices.quant_type, choices.quant_type.element
-    if element is None or not element.is_cast:
-        return supports(x, choices)
-    is_own = element.torch_dtype is not None and x.dtype == getattr(torch, element.torch_dtype)
-    can_round = is_own or is_expressible(element, entry.scale_format)
-    return can_round and choices.block_size is None and x.dtype in _DTYPES and _is_on_device(x)
+    """Whether ``run_with_stats`` and ``count_limited`` can count what becomes of ``x``; of a cast only the counts."""
+    return _ask(_supports_stats, x, choices)
 
 
 def supports_both(x: Tensor, last: Choices, first: Choices) -> bool:
@@ -166,23 +161,83 @@ def run_with_stats(
     *,
     with_tensor_scale: bool,
     histograms: bool,
-    totals: Tensor | None = None,
 ) -> ErrorStats:
-    """``run``, and what it does to the tensor, counted in the same pass; ``totals`` is written, if it is given."""
+    """``run``, and what it does to the tensor, counted in the same pass."""
     x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "histograms" if histograms else "stats")
-    shares = torch.empty(_SHARE_SIZE * plan.num_programs, dtype=torch.float64, device=x.device)
-    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device) if totals is None else totals
-    bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals
-    tensors = (x, out, x if encode is None else encode, shares, bins)
-    _launch("quantize_stats_kernel", plan, tensors, _seed(choices))
-    _launch("finish_stats_kernel", _finish_plan(plan), (shares, totals), ())
+    totals = Totals(torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device))
+    bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals.numbers
+    _count(x, out, choices, encode, plan, bins, totals)
     return ErrorStats(
         num_elements=x.numel(),
-        totals=totals,
+        totals=totals.numbers,
         exponent_counts=bins[0] if histograms else None,
         scale_counts=bins[1] if histograms and plan.has_blocks else None,
     )
+
+
+def measure(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> Tensor:
+    """``x`` quantized and dequantized, in a tensor of its own; what that does to it goes to ``totals``.
+
+    Args:
+        choices: ones that ``supports_stats`` takes.
+    """
+    x = _dense(x)
+    out = torch.empty_like(x)
+    _count(x, out, choices, encode, _plan(x, choices, encode is not None, True, "stats"), totals.numbers, totals)
+    return out
+
+
+def _count(
+    x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, plan: "_Plan", bins: Tensor, totals: Totals
+) -> None:
+    pending, numbers = totals.pending, totals.numbers
+    if pending is None:
+        shares = torch.empty(_SHARE_SIZE * plan.num_programs, dtype=torch.float64, device=x.device)
+    else:
+        shares = pending.take(_SHARE_SIZE * plan.num_programs, numbers, plan.num_programs, plan.has_blocks)
+    tensors = (x, out, x if encode is None else encode, shares, bins)
+    _launch("quantize_stats_kernel", plan, tensors, _seed(choices))
+    if pending is None:
+        _launch("finish_stats_kernel", _finish_plan(plan), (shares, numbers), ())
+
+
+def pending_stats(device: torch.device) -> PendingShares:
+    """Memory for the ``Totals.pending`` of some hundred tensors, on one stream."""
+    return PendingShares(_finish_many, device, _PENDING_NUMBERS)
+
+
+def _finish_many(memory: Tensor, rows: Tensor) -> None:
+    _launch("finish_many_stats_kernel", _FINISH_MANY, (memory, rows), (), num_programs=NUM_TOTALS * rows.shape[0])
+
+
+def count_limited(x: Tensor, choices: Choices, encode: Tensor | None) -> Tensor:
+    """How many elements of ``x`` are clamped, 0-dim int64.
+
+    Args:
+        x, choices: ones that ``supports_stats`` takes.
+    """
+    x = _dense(x)
+    count = _zero(x.device)
+    plan = _plan(x, choices, encode is not None, True, "plain")
+    _launch("count_limited_kernel", plan, (x, x if encode is None else encode, count), _seed(choices))
+    return count
+
+
+_zeros: dict[tuple[int, int], list[Tensor]] = {}
+
+
+def _zero(device: torch.device) -> Tensor:
+    """A 0-dim int64 tensor that is zero on the current stream, at a fraction of what making one costs."""
+    is_cuda = device.type == "cuda"
+    if is_cuda and torch.cuda.is_current_stream_capturing():  # a graph that runs again needs one that it makes itself
+        return torch.zeros((), dtype=torch.int64, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if is_cuda else 0
+    ready = _zeros.setdefault((device.index, stream), [])
+    if not ready:
+        # every other one, so that each is at a multiple of 16 bytes
+        ready += torch.zeros(2 * _NUM_ZEROS, dtype=torch.int64, device=device)[::2].unbind()
+    return ready.pop()
 
 
 def amax(x: Tensor, *, sees_nonfinite: bool = True) -> Tensor:
@@ -215,14 +270,54 @@ def _reduce(x: Tensor, tensor_scale: TensorScale | None, scale_rule: ScaleRule |
 
 
 # ---------------------------------------------------------------------------------------------
+# What can be done
+# ---------------------------------------------------------------------------------------------
+
+
+def _ask(supported: Callable[[Tensor, Choices], bool], x: Tensor, choices: Choices) -> bool:
+    """The answer for a tensor of this shape, worked out once."""
+    if not _is_on_device(x):
+        return False
+    key = (supported, choices.key, x.shape, x.dtype)
+    found = _answers.get(key)
+    if found is None:
+        found = supported(x, choices), (choices.quant_type, choices.source)
+        _remember(_answers, key, found)
+    return found[0]
+
+
+def _supports(x: Tensor, choices: Choices) -> bool:
+    if x.dtype not in _DTYPES:
+        return False
+    entry, element = choices.quant_type, choices.quant_type.element
+    if element is None or element.is_cast or not is_expressible(element, entry.scale_format):
+        return False
+    if choices.block_size is None or x.numel() == 0:
+        return True
+    _, rows, width = as_outer_rows_columns(x, choices)
+    return power_of_two_above(rows) * power_of_two_above(width) <= _MAX_BLOCK_ELEMENTS
+
+
+def _supports_stats(x: Tensor, choices: Choices) -> bool:
+    entry, element = choices.quant_type, choices.quant_type.element
+    if element is None or not element.is_cast:
+        return _supports(x, choices)
+    is_own = element.torch_dtype is not None and x.dtype == getattr(torch, element.torch_dtype)
+    can_round = is_own or is_expressible(element, entry.scale_format)
+    return can_round and choices.block_size is None and x.dtype in _DTYPES
+
+
+# ---------------------------------------------------------------------------------------------
 # Launches
 # ---------------------------------------------------------------------------------------------
 
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
-def _launch(name: str, plan: _Plan, tensors: tuple[Tensor, ...], seeds: tuple[int, ...]) -> None:
-    """Starts a kernel on the device of its first tensor.
+def _launch(
+    name: str, plan: _Plan, tensors: tuple[Tensor, ...], seeds: tuple[int, ...], num_programs: int | None = None
+) -> None:
+    """Starts a kernel on the device of its first tensor; by as many programs as the plan says, unless that varies.
 
     Triton works out at every launch which compiled kernel its arguments belong to, which takes longer than a small
     launch itself; here that is kept for arguments of one kind: of one plan, and alike in how they are aligned.
@@ -230,7 +325,8 @@ def _launch(name: str, plan: _Plan, tensors: tuple[Tensor, ...], seeds: tuple[in
     device = tensors[0].device
     if device.type != "cpu" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _launch(name, plan, tensors, seeds)
+            return _launch(name, plan, tensors, seeds, num_programs)
+    num_programs = plan.num_programs if num_programs is None else num_programs
     addresses, any_bits = [], 0
     for tensor in tensors:
         address = tensor.data_ptr()
@@ -242,9 +338,9 @@ def _launch(name: str, plan: _Plan, tensors: tuple[Tensor, ...], seeds: tuple[in
     if compiled is not None:
         run, function, metadata, stream_of = compiled
         stream = stream_of(device.index)
-        run(plan.num_programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *seeds, *plan.numbers)
+        run(num_programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *seeds, *plan.numbers)
         return None
-    kernel = _kernels()[name][(plan.num_programs,)]
+    kernel = _kernels()[name][(num_programs,)]
     options = {} if plan.max_registers is None else {"maxnreg": plan.max_registers}
     found = kernel(*tensors, *seeds, *plan.numbers, num_warps=plan.num_warps, enable_fp_fusion=False, **options)
     if found is not None and device.type != "cpu":
@@ -263,7 +359,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool, purpose: str) -> _Plan:
-    key = (*_key(choices), has_encode, with_tensor_scale, purpose, x.shape, x.dtype)
+    key = (choices.key, has_encode, with_tensor_scale, purpose, x.shape, x.dtype)
     plan = _plans.get(key)
     if plan is None:
         is_counted = purpose != "plain"
@@ -291,7 +387,7 @@ def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool
 def _plan_both(
     x: Tensor, last: Choices, first: Choices, has_last: bool, has_first: bool, with_tensor_scale: bool
 ) -> _Plan:
-    key = (*_key(last), *_key(first), has_last, has_first, with_tensor_scale, x.shape, x.dtype)
+    key = (last.key, first.key, has_last, has_first, with_tensor_scale, x.shape, x.dtype)
     plan = _plans.get(key)
     if plan is None:
         assert isinstance(last.block_size, int) and isinstance(first.block_size, int)
@@ -346,17 +442,9 @@ def _sizes(geometry: Geometry) -> tuple[int, ...]:
 def _remember(found: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object) -> None:
     """Keeps a plan or a compiled kernel; no key of the latter outlives the plan that it names."""
     if len(found) >= _MAX_PLANS:
-        for kept in (_compiled, _plans, _amax_plans, _finish_plans):
+        for kept in (_compiled, _plans, _amax_plans, _finish_plans, _answers):
             kept.clear()
     found[key] = value
-
-
-def _key(choices: Choices) -> tuple[object, ...]:
-    """Records by identity: hashing one costs more than all else."""
-    return (
-        id(choices.quant_type), choices.axis, choices.scale_rule, choices.rounding, choices.block_size,
-        choices.saturate, id(choices.source),
-    )  # fmt: skip
 
 
 def _tile_size(rows: int, width: int, element_size: int, purpose: str) -> TileSize:

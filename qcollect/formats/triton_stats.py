@@ -593,7 +593,27 @@ def finish_stats_kernel(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS: tl.const
     Args:
         totals_ptr: (8,) float64, two sums, the maximum, five counts.
     """
-    statistic = tl.program_id(0)
+    _finish_statistic(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS, tl.program_id(0), SIZE)
+
+
+@triton.jit
+def finish_many_stats_kernel(memory_ptr, rows_ptr, NUM_STATISTICS: tl.constexpr, SIZE: tl.constexpr):
+    """``finish_stats_kernel`` for many, one after the other.
+
+    Args:
+        rows_ptr: (rows, 4) int64: from ``memory_ptr`` on, in numbers, where shares and totals are; how many shares, and
+            whether they are of blocks.
+    """
+    row_ptr = rows_ptr + 4 * (tl.program_id(0) // NUM_STATISTICS)
+    shares_ptr = memory_ptr + tl.load(row_ptr)
+    totals_ptr = memory_ptr + tl.load(row_ptr + 1)
+    num_shares = tl.load(row_ptr + 2).to(tl.int32)
+    has_blocks = tl.load(row_ptr + 3) != 0
+    _finish_statistic(shares_ptr, totals_ptr, num_shares, has_blocks, tl.program_id(0) % NUM_STATISTICS, SIZE)
+
+
+@triton.jit
+def _finish_statistic(shares_ptr, totals_ptr, num_shares, has_blocks, statistic, SIZE: tl.constexpr):
     total = tl.zeros((SIZE,), tl.float64)
     for start in range(0, num_shares, SIZE):
         index = start + tl.arange(0, SIZE)
@@ -610,6 +630,5 @@ def finish_stats_kernel(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS: tl.const
         result = tl.max(total)
     else:
         result = tl.sum(total)
-    if statistic == 5 and not HAS_BLOCKS:
-        result = tl.minimum(result, 1.0)
+    result = tl.where((statistic == 5) & (not has_blocks), tl.minimum(result, 1.0), result)
     tl.store(totals_ptr + statistic, result)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qcollect.formats.catalog import E2M1
 from qcollect.formats.codes import decode, unpack
+from qcollect.formats.pending import PendingShares
 from qcollect.store import summary_cpu, summary_cuda
 
 FIELDS = (
@@ -28,7 +29,7 @@ _WITHOUT_FLOAT64 = ("mps",)
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers an element, which torch itself cannot read
 
 
-def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+def summarize(tensor: Tensor, out: Tensor | None = None, pending: PendingShares | None = None) -> Tensor:
     """The numbers that ``FIELDS`` names, (9,) float64, of finite values; complex ones by their magnitude.
 
     Nothing waits for a device: the result is queued behind the work that makes the tensor. Without a finite value
@@ -40,6 +41,7 @@ def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
         tensor: any shape, strides, dtype and device; of packed ones (``float4_e2m1fn_x2``) both numbers count. A tensor
             on a device without float64 is copied to the CPU, which waits.
         out: (9,) float64 on the tensor's device, contiguous, at a multiple of 16 bytes: written and returned.
+        pending: what may write it later, together with those of other tensors (``summary_cuda.pending_summaries``).
 
     Returns:
         On the tensor's device (the CPU if that has no float64).
@@ -52,7 +54,7 @@ def summarize(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     if tensor.device.type in _WITHOUT_FLOAT64:
         tensor = tensor.cpu()
     if tensor.numel() and summary_cuda.supports(tensor):
-        return summary_cuda.summarize(_flat(tensor), out)
+        return summary_cuda.summarize(_flat(tensor), out, pending=pending)
     flat = _flat(tensor.detach())
     if flat.device.type == "cpu":
         summary = torch.tensor(summary_cpu.summarize(flat), dtype=torch.float64, device="cpu")

@@ -19,11 +19,19 @@ _MANY = tl.constexpr(1 << 16)
 
 @triton.jit(do_not_specialize=["num_elements"])
 def summarize_kernel(
-    x_ptr, shares_ptr, num_elements, SIZE: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, IS_LARGE: tl.constexpr
+    x_ptr,
+    copy_ptr,
+    shares_ptr,
+    num_elements,
+    SIZE: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr,
+    IS_LARGE: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
-    """The share of every so many tiles of ``x``.
+    """The share of every so many tiles of ``x``, which are copied on the way.
 
     Args:
+        copy_ptr: where to, with ``COPIES``.
         shares_ptr: (9, programs) float64; a single program's is the summary.
         SIZE, SIDE_BY_SIDE: elements of a tile, of 16 bytes: a thread holds so many side by side.
         IS_LARGE: whether an index can pass 2^31.
@@ -48,6 +56,8 @@ def summarize_kernel(
     following = tl.load(x_ptr + first + index, mask=first + index < whole, other=0.0)
     after_that = tl.load(x_ptr + first + step + index, mask=first + step + index < whole, other=0.0)
     for start in range(first, num_elements, step):
+        if COPIES:
+            tl.store(copy_ptr + start + index, following, mask=start + index < whole)
         x = _fold(following.to(tl.float32), SIDE_BY_SIDE)
         following = after_that
         third = start + 2 * step + index
@@ -63,7 +73,11 @@ def summarize_kernel(
             for part in range(start, tl.minimum(start + SIZE, num_elements), LANES * SIDE_BY_SIDE):
                 part_index = part + tl.arange(0, LANES * SIDE_BY_SIDE)
                 is_in_x = part_index < num_elements
-                y = _fold(tl.load(x_ptr + part_index, mask=is_in_x, other=0.0).to(tl.float32), SIDE_BY_SIDE)
+                words = tl.load(x_ptr + part_index, mask=is_in_x, other=0.0)
+                if COPIES:  # noqa: SIM102 (one is known when the kernel is compiled)
+                    if start >= whole:
+                        tl.store(copy_ptr + part_index, words, mask=is_in_x)
+                y = _fold(words.to(tl.float32), SIDE_BY_SIDE)
                 exists = _fold(is_in_x.to(tl.int32), SIDE_BY_SIDE) != 0
                 is_finite = exists & (tl.abs(y) < _INF)
                 deviations = tl.where(is_finite, y.to(tl.float64) - pivot, 0.0)
@@ -109,6 +123,23 @@ def finish_summary_kernel(shares_ptr, summary_ptr, num_shares, SIZE: tl.constexp
         shares_ptr, summary_ptr: (9, shares) and (9,) float64.
         SIZE: at least the number of shares.
     """
+    _finish_summary(shares_ptr, summary_ptr, num_shares, SIZE)
+
+
+@triton.jit
+def finish_many_summaries_kernel(memory_ptr, rows_ptr, SIZE: tl.constexpr):
+    """``finish_summary_kernel`` for many, a program each.
+
+    Args:
+        rows_ptr: (rows, 3) int64: from ``memory_ptr`` on, in numbers, where shares and summary are; how many shares.
+    """
+    row_ptr = rows_ptr + 3 * tl.program_id(0)
+    num_shares = tl.load(row_ptr + 2).to(tl.int32)
+    _finish_summary(memory_ptr + tl.load(row_ptr), memory_ptr + tl.load(row_ptr + 1), num_shares, SIZE)
+
+
+@triton.jit
+def _finish_summary(shares_ptr, summary_ptr, num_shares, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
     exists = index < num_shares
     share_ptr = shares_ptr + index

@@ -188,14 +188,14 @@ class Collector:
         common = (self.saver, settings.engine, observer, self.kept)
         if schedule.leaves_files:
             needed_bytes = self._most_bytes_of_an_iteration()
-            return TensorSink(*common, needed_bytes=needed_bytes, on_taken=self._tell_progress)
+            return TensorSink(*common, needed_bytes=needed_bytes, on_written=self._tell_progress)
         return StatisticsSink(
-            *common, captures=schedule.captures, shadows=settings.shadows, on_taken=self._tell_progress
+            *common, captures=schedule.captures, shadows=settings.shadows, on_written=self._tell_progress
         )
 
     def _tell_progress(self) -> None:
         self._report_deduped()
-        self.progress.update(captured=self._num_written, num_bytes=self.sink.num_bytes)
+        self.progress.update(captured=self._num_written, num_bytes=self.sink.counts.num_bytes)
 
     def _finish_sink(self, *, raises: bool) -> None:
         """Write what is taken; then neither threads nor memory are held any longer."""
@@ -204,11 +204,13 @@ class Collector:
             return
         sink.close()
         self._report_deduped()
-        self.progress.update(captured=self._num_written, num_bytes=sink.num_bytes, waited_s=sink.waited_s, force=True)
-        if sink.num_missing:
+        self.progress.update(
+            captured=self._num_written, num_bytes=sink.counts.num_bytes, waited_s=sink.waited_s, force=True
+        )
+        if sink.counts.num_missing:
             warnings.warn(
-                f"qcollect: rank {self.rank.rank}: {sink.num_missing} captures could not be written; the first: "
-                f"{sink.first_missing}",
+                f"qcollect: rank {self.rank.rank}: {sink.counts.num_missing} captures could not be written; the first: "
+                f"{sink.counts.first_missing}",
                 stacklevel=4,
             )
         if raises:
@@ -334,8 +336,8 @@ class Collector:
 
     def _report_deduped(self) -> None:
         """With the next update of the progress, how many captures refer to others, and what that saved."""
-        self.progress.num_deduped = self.kept.num_deduped + self.sink.num_deduped
-        self.progress.deduped_bytes = self.kept.deduped_bytes + self.sink.deduped_bytes
+        self.progress.num_deduped = self.kept.num_deduped + self.sink.counts.num_deduped
+        self.progress.deduped_bytes = self.kept.deduped_bytes + self.sink.counts.deduped_bytes
 
     # ---- iterations ----------------------------------------------------------------------------
 
@@ -346,11 +348,11 @@ class Collector:
     @property
     def num_captured(self) -> int:
         """Captures taken; the last of them may not be on disk yet."""
-        return len(self.kept) + self.sink.num_taken
+        return len(self.kept) + self.sink.counts.num_taken
 
     @property
     def _num_written(self) -> int:
-        return len(self.kept) + self.sink.num_written
+        return len(self.kept) + self.sink.counts.num_written
 
     @property
     def is_complete(self) -> bool:
@@ -380,7 +382,7 @@ class Collector:
         if self._is_stopped:
             self._advance(metrics.get("loss"))
             return True
-        num_taken = self.sink.num_taken - self._num_taken_before
+        num_taken = self.sink.counts.num_taken - self._num_taken_before
         unstarted = [c for c in self._cuts_of_iteration() if c.micro_batch > self.micro_batch]
         self.share -= self._shortfall.settle(
             self._frames,
@@ -388,7 +390,7 @@ class Collector:
             iteration=self.iteration,
             num_taken=num_taken,
         )
-        self._num_taken_before = self.sink.num_taken
+        self._num_taken_before = self.sink.counts.num_taken
         event = self.start.observe(self.iteration, metrics)
         self._advance(metrics.get("loss"))
         if self.sink.is_open:
@@ -439,7 +441,9 @@ class Collector:
         num_over = 0 if self.start.iteration is None else self.iteration - self.start.iteration
         ahead = [cut for cut in self.cuts if cut.iteration >= num_over]
         following = [cut for cut in ahead if cut.iteration == ahead[0].iteration]
-        return self.kept.num_bytes + self.sink.num_bytes_taken + sum(sum(sizes[: cut.count]) for cut in following)
+        return (
+            self.kept.num_bytes + self.sink.counts.num_bytes_taken + sum(sum(sizes[: cut.count]) for cut in following)
+        )
 
 
 def seat(rank: RankInfo) -> int:

@@ -1,6 +1,7 @@
 """From the training thread to the disk: values are staged, threads write them, errors come back to training."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,10 +12,11 @@ from qcollect.errors import CaptureError
 from qcollect.plan.schedule import FILE_OVERHEAD_BYTES
 from qcollect.recipe.records import CaptureSpec
 from qcollect.worker.arena import HostArena, can_share
+from qcollect.worker.counts import Counts
 from qcollect.worker.saver import Observation, Saver, Source
 from qcollect.worker.shipment import Shipment
 from qcollect.worker.staging import Order, Stager
-from qcollect.worker.writers import WriterProcess, Writers, WriterThreads
+from qcollect.worker.writers import WriterProcesses, Writers, WriterThreads
 
 _MAX_WRITERS = 8  # more are no faster into the page cache
 _FREE_FRACTION = 0.25  # of the host's free memory, for all ranks of a host
@@ -55,6 +57,7 @@ class CaptureEngine:
     Args:
         needed_bytes: what the captures of an iteration come to; 0: not known.
         num_local_ranks: processes of this host that share its memory and cores.
+        on_shipped: called when captures went to the writers, and it is known what became of others.
         in_process: whether threads of this process write; None: unless training is on a CUDA device.
     """
 
@@ -66,18 +69,13 @@ class CaptureEngine:
         device: torch.device,
         needed_bytes: int = 0,
         num_local_ranks: int = 1,
+        on_shipped: Callable[[], None] = lambda: None,
         in_process: bool | None = None,
     ) -> None:
         self.saver = saver
         self.settings = settings
-        self.num_taken = 0
-        self.num_bytes_taken = 0
-        self.num_written = 0
-        self.num_bytes_written = 0
-        self.num_deduped = 0
-        self.deduped_bytes = 0
-        self.num_missing = 0
-        self.first_missing: str | None = None
+        self.on_shipped = on_shipped
+        self.counts = Counts()
         self._error: Exception | None = None
         self._orders: dict[int, Order] = {}  # that nobody has told the end of
         self._num_shipped = 0  # whose outcome is not known
@@ -88,7 +86,7 @@ class CaptureEngine:
         is_cuda = device.type == "cuda"
         if in_process is None:
             in_process = not (is_cuda and can_share())
-        make_writers = WriterThreads if in_process else WriterProcess
+        make_writers = WriterThreads if in_process else WriterProcesses
         # before the memory, which takes a while too
         self._writers: Writers = make_writers(saver, num_threads, goes_on=settings.on_error == "continue")
         num_bytes = _arena_bytes(settings.host_memory_bytes, needed_bytes, num_local_ranks)
@@ -118,11 +116,11 @@ class CaptureEngine:
             return
         if self._error is not None:
             raise self._error
-        staged = self.stager.stage(tensor)
-        self.num_taken += 1
-        self.num_bytes_taken += staged.num_bytes + FILE_OVERHEAD_BYTES
-        order = self._orders[self.num_taken] = Order(
-            ticket=self.num_taken,
+        staged, counts = self.stager.stage(tensor), self.counts
+        counts.num_taken += 1
+        counts.num_bytes_taken += staged.num_bytes + FILE_OVERHEAD_BYTES
+        order = self._orders[counts.num_taken] = Order(
+            ticket=counts.num_taken,
             staged=staged,
             source=source or Source.of(tensor),
             seen=seen,
@@ -175,6 +173,7 @@ class CaptureEngine:
         self._writers.send(shipments)
         self._num_shipped += len(shipments)
         self._settle(wait=False)
+        self.on_shipped()
 
     def _settle(self, *, wait: bool) -> None:
         """Note what has become of captures; with ``wait`` of one at least."""
@@ -186,16 +185,17 @@ class CaptureEngine:
             self._orders.clear()  # nobody will tell
             raise
         self._num_shipped -= len(outcomes)
+        counts = self.counts
         for outcome in outcomes:
             self.stager.release(self._orders.pop(outcome.ticket))
             if outcome.num_bytes:
-                self.num_written += 1
-                self.num_bytes_written += outcome.num_bytes
-                self.num_deduped += outcome.deduped_bytes is not None
-                self.deduped_bytes += outcome.deduped_bytes or 0
+                counts.num_written += 1
+                counts.num_bytes += outcome.num_bytes
+                counts.num_deduped += outcome.deduped_bytes is not None
+                counts.deduped_bytes += outcome.deduped_bytes or 0
             elif isinstance(outcome.error, CaptureError) and self.settings.on_error == "continue":
-                self.num_missing += 1
-                self.first_missing = self.first_missing or str(outcome.error)
+                counts.num_missing += 1
+                counts.first_missing = counts.first_missing or str(outcome.error)
             else:
                 self._error = self._error or outcome.error
 

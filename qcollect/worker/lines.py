@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qcollect.formats.error_stats import ERRORS, derive_errors
+from qcollect.formats.error_stats import ERRORS, NUM_TOTALS, derive_errors
 from qcollect.formats.resolved import Quantizer
 from qcollect.store.capture import plain
-from qcollect.store.summary import STATISTICS, derive
+from qcollect.store.summary import FIELDS, STATISTICS, derive
 from qcollect.vocab import Gemm
 
+# of the measurements in a table, in float64 numbers: 80 bytes keep every row at a multiple of 16, as kernels need it
+ROW_SIZE = 10
 # of the metadata, what all records of a micro-batch share
 MOMENT_FIELDS = (
     "sample_idx", "num_samples", "batch_idx", "sequence_idx", "iteration", "micro_batch", "token_hash", "save_time",
@@ -32,6 +34,7 @@ class LineTemplate:
     """The lines of one site.
 
     Args:
+        number: its place among all.
         text: a ``%`` format.
         want: module, tensor name and gemm.
         num_elements: of the tensor.
@@ -40,12 +43,48 @@ class LineTemplate:
         quantizer: whose scale of the whole tensor follows from an abs max; None: there is none.
     """
 
+    number: int
     text: str
     want: tuple[str, str, Gemm | None]
     num_elements: int
     num_types: int = 0
     is_quantized: bool = False
     quantizer: Quantizer | None = None
+
+
+# a template's number, rows of the measurements, the place of an abs max and its scale, a seed
+Record = tuple[int, tuple[int, ...], int | None, int | None]
+
+
+@dataclass(slots=True, eq=False)
+class Measured:
+    """What was measured in a micro-batch.
+
+    Args:
+        moment: ``encode_moment``.
+        numbers: float64, row by row, ``ROW_SIZE`` each.
+        amaxes, scales: of uses that have them.
+    """
+
+    records: Sequence[Record]
+    moment: str
+    numbers: bytes
+    amaxes: Sequence[float] = ()
+    scales: Sequence[float] = ()
+
+    def lines(self, templates: Sequence[LineTemplate]) -> list[str]:
+        """A line for each record, in their order."""
+        numbers, lines = memoryview(self.numbers).cast("d").tolist(), []
+        for number, rows, place, seed in self.records:
+            template = templates[number]
+            if template.num_types == 0:
+                start = ROW_SIZE * rows[0]
+                lines.append(tensor_line(template, self.moment, numbers[start : start + len(FIELDS)]))
+            else:
+                totals = [numbers[ROW_SIZE * row : ROW_SIZE * row + NUM_TOTALS] for row in rows]
+                amax, scale = (None, None) if place is None else (self.amaxes[place], self.scales[place])
+                lines.append(operand_line(template, self.moment, totals, scale=scale, amax=amax, seed=seed))
+        return lines
 
 
 def encode_moment(metadata: dict[str, Any]) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from qcollect.formats.binding import Binding, values_of_both
-from qcollect.formats.eager import Choices
+from qcollect.formats.error_stats import Totals
 from qcollect.formats.quantizer import prepare
 from qcollect.formats.random import seed_of
 from qcollect.formats.resolved import Quantizer
-from qcollect.formats.scope import amax_scope
+from qcollect.formats.scope import amax_scope, is_distributed
 from qcollect.recipe.records import QuantSpec
 from qcollect.vocab import Gemm, LayerType
 from qcollect.worker.gemm import Operand
@@ -131,12 +131,14 @@ def _draw(
     quantizer: Quantizer, seeds: tuple[int, int, int, str], tensor_name: str, gemm: Gemm
 ) -> tuple[int | None, int]:
     """The seeds of stochastic rounding (None: it does not round so) and of a Hadamard transform's signs."""
+    if not quantizer.draws:
+        return None, 0
     run_seed, _, _, module = seeds
     hadamard_seed = seed_of(run_seed, "hadamard", module, gemm) if quantizer.hadamard else 0
     return seed_of(*seeds, gemm, tensor_name) if quantizer.is_stochastic else None, hadamard_seed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)  # not frozen: that takes three times as long to make
 class Use:
     """One gemm's use of one operand: its quantizer bound to the original, and what was drawn and measured for it.
 
@@ -172,10 +174,13 @@ class Use:
                 Hadamard transform, which stay the same all through training.
         """
         seed, hadamard_seed = _draw(quantizer, seeds, tensor_name, gemm)
-        amax = quantizer.amax_of(original, hadamard_seed=hadamard_seed)
+        local, amax = original, None
+        if quantizer.has_tensor_scale or is_distributed(original):
+            amax = quantizer.amax_of(original, hadamard_seed=hadamard_seed)
+            local = local_of(original)
         return cls(
             original=original,
-            binding=quantizer.bind(local_of(original), amax=amax, seed=seed, hadamard_seed=hadamard_seed),
+            binding=quantizer.bind(local, amax=amax, seed=seed, hadamard_seed=hadamard_seed),
             quantizer=quantizer,
             layer_type=layer_type,
             tensor_name=tensor_name,
@@ -186,14 +191,8 @@ class Use:
             hadamard_seed=hadamard_seed,
         )
 
-    def under(self, quantizer: Quantizer, choices: Choices | None = None) -> Binding:
-        """This rank's part alone bound to another quantizer, as a use by that one would be; no other rank is asked.
-
-        Args:
-            choices: the quantizer's for such a tensor, where nothing is drawn; None: to be found.
-        """
-        if choices is not None:
-            return quantizer.rebind(self.binding.x, choices)
+    def under(self, quantizer: Quantizer) -> Binding:
+        """This rank's part alone bound to another quantizer, as a use by that one would be; no other rank is asked."""
         seed, hadamard_seed = _draw(quantizer, self.seeds, self.tensor_name, self.gemm)
         return quantizer.bind(self.binding.x, seed=seed, hadamard_seed=hadamard_seed)
 
@@ -201,18 +200,18 @@ class Use:
         """The values consumed, in the dtype of the original: what is captured."""
         return like(self.original, self.binding.values())
 
-    def whole(self, totals: torch.Tensor | None = None) -> Operand:
+    def whole(self, totals: Totals | None = None) -> Operand:
         """``values``, for a kernel whose result no factor can be multiplied into. Arguments as in ``operand``."""
         if self.quantizer.is_identity:
             return Operand(values=self.original)
         local = self.binding.values() if totals is None else self.binding.measured_values(totals)
         return Operand(values=like(self.original, local))
 
-    def operand(self, totals: torch.Tensor | None = None) -> Operand:
+    def operand(self, totals: Totals | None = None) -> Operand:
         """What the gemm reads, exact; a scale of the whole tensor that belongs to the type is left for its result.
 
         Args:
-            totals: (8,) float64, where what quantization does to the original is counted in the same pass.
+            totals: where what quantization does to the original is counted in the same pass.
         """
         if self.quantizer.is_identity:
             return Operand(values=self.original)
@@ -252,7 +251,7 @@ class Use:
             "gemm": str(self.gemm),
             **quantizer.describe(),
             "axis": AXES[self.layer_type][self.tensor_name, self.gemm] % operand.dim(),
-            "scale": quantizer.scale_of(self.amax),
+            "scale": None if self.amax is None else quantizer.scale_of(self.amax),
             "amax": self.amax,
             "amax_scope": None if self.amax is None else amax_scope(self.original),
             "seed": self.seed,

@@ -4,9 +4,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +30,8 @@ from qcollect.worker.dedupe import MIN_BYTES, Claim, Payloads
 from qcollect.worker.packing import Packed, Packing, pack
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What is known of a tensor the moment it is seen.
+class Observation(NamedTuple):
+    """What is known of a tensor the moment it is seen. Given by name: the order is that of how often they change.
 
     ``tensor`` is the last field of the file name; ``consumers`` the gemms that read the operand, with
     all that their quantized value follows from; ``block_scales`` those of a quantized copy, where they are
@@ -56,26 +54,15 @@ class Observation:
     num_samples: int
     batch_idx: int = 0
     sequence_idx: int = 0
-    values: Values = Values.ORIGINAL
-    consumers: Sequence[dict[str, Any]] = ()
-    token_layout: str | None = None
     loss_scale: float = 1.0
     token_hash: str | None = None
+    trigger: dict[str, Any] | None = None
+    values: Values = Values.ORIGINAL
+    token_layout: str | None = None
+    consumers: Sequence[dict[str, Any]] = ()
     sharding: dict[str, Any] | None = None
     block_scales: ScaleCodes | None = None
-    trigger: dict[str, Any] | None = None
     extra: dict[str, Any] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its values alone: dataclasses do that in Python, field by field."""
-        return _observation, _values_of(self)
-
-
-_values_of = attrgetter(*(field.name for field in fields(Observation)))
-
-
-def _observation(*values: Any) -> Observation:
-    return Observation(**dict(zip((field.name for field in fields(Observation)), values, strict=True)))
 
 
 def default_component(layer_type: str) -> str:
@@ -197,7 +184,7 @@ class Saver:
             value,
             self.packing,
             values=seen.values,
-            consumers=[_with_whole_numbers(consumer) for consumer in seen.consumers],
+            consumers=seen.consumers,
             token_layout=seen.token_layout,
             num_samples=seen.num_samples,
             block_scales=seen.block_scales,
@@ -316,12 +303,6 @@ def _name(seen: Observation, counter: int, now: datetime) -> str:
         sample_idx=seen.sample_idx,
         tensor=seen.tensor,
     ).build()
-
-
-def _with_whole_numbers(consumer: dict[str, Any]) -> dict[str, Any]:
-    """A device counts in float64, among other things in one tensor."""
-    counted = consumer.get("num_saturated")
-    return consumer if counted is None else {**consumer, "num_saturated": int(counted)}
 
 
 def _describe_device(device: RankDevice | None) -> dict[str, Any]:

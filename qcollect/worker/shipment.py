@@ -9,10 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -33,8 +33,14 @@ class Arrival(NamedTuple):
 
 
 class Number(NamedTuple):
-    """Stands for a 0-dim tensor: element ``place`` of the numbers of a dtype that come with a shipment."""
+    """A 0-dim tensor that comes with a shipment: element ``place`` of the numbers of a dtype.
 
+    Args:
+        consumer, name: the entry of ``Observation.consumers`` and the field of it that it is.
+    """
+
+    consumer: int
+    name: str
     dtype: torch.dtype
     place: int
 
@@ -46,7 +52,8 @@ class Shipment(NamedTuple):
         ticket: what its sender knows it by.
         value_id: the same for captures that share a value.
         summary: as ``store.summary`` gives it; None: to be computed from the value.
-        numbers: by dtype those that stand in ``seen`` as ``Number``.
+        numbers: by dtype those that stand in ``facts``.
+        facts: of the consumers of ``seen``, those that come as numbers.
         block_scales: those of ``seen`` and their micro exponents.
     """
 
@@ -56,6 +63,7 @@ class Shipment(NamedTuple):
     value: Piece
     summary: Piece | None
     numbers: Mapping[torch.dtype, Piece]
+    facts: tuple[Number, ...]
     block_scales: tuple[Piece, ...] | None
     source: Source
     seen: Observation
@@ -73,20 +81,46 @@ class Shipment(NamedTuple):
             summary = summaries.of(self.value_id, value)
         else:
             summary = self.summary.open(maps).tolist()
-        numbers = {dtype: piece.open(maps).tolist() for dtype, piece in self.numbers.items()}
         seen = self.seen
-        if numbers:
-            seen = replace(seen, consumers=[_filled_in(consumer, numbers) for consumer in seen.consumers])
+        if self.facts:
+            numbers = {dtype: piece.open(maps).tolist() for dtype, piece in self.numbers.items()}
+            consumers = [dict(consumer) for consumer in seen.consumers]
+            for fact in self.facts:
+                consumers[fact.consumer][fact.name] = numbers[fact.dtype][fact.place]
+            seen = seen._replace(consumers=consumers)
         if self.block_scales is not None:
             scales, *micro = (piece.open(maps) for piece in self.block_scales)
-            seen = replace(seen, block_scales=ScaleCodes(scales=scales, micro=tuple(micro)))
+            seen = seen._replace(block_scales=ScaleCodes(scales=scales, micro=tuple(micro)))
         return value, summary, seen
 
+    def encode(self) -> tuple[Any, ...]:
+        """As plain tuples: pickle takes a tenth of the time for them."""
+        return (
+            self.ticket,
+            self.arrival,
+            self.value_id,
+            tuple(self.value),
+            None if self.summary is None else tuple(self.summary),
+            self.numbers,
+            tuple(map(tuple, self.facts)),
+            self.block_scales,
+            tuple(self.source),
+            tuple(self.seen),
+            self.counter,
+            self.now,
+        )
 
-def _filled_in(consumer: Mapping[str, Any], numbers: Mapping[torch.dtype, list[Any]]) -> dict[str, Any]:
-    return {
-        name: numbers[fact.dtype][fact.place] if isinstance(fact, Number) else fact for name, fact in consumer.items()
-    }
+    @classmethod
+    def decode(cls, fields: tuple[Any, ...]) -> Self:
+        """What ``encode`` made."""
+        found = cls(*fields)
+        return found._replace(
+            value=Piece(*found.value),
+            summary=None if found.summary is None else Piece(*found.summary),
+            facts=tuple(Number(*fact) for fact in found.facts),
+            source=Source(*found.source),
+            seen=Observation(*found.seen),
+        )
 
 
 class Memories:

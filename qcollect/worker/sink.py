@@ -2,14 +2,16 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import xxhash
 
 from qcollect.formats.quantized import ScaleCodes
+from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import RankInfo
+from qcollect.worker.counts import Counts
 from qcollect.worker.frame import Claim, Frame, Taker
 from qcollect.worker.saver import Observation
 from qcollect.worker.state import STATE
@@ -18,34 +20,14 @@ from qcollect.worker.state import STATE
 class Sink(Taker, Protocol):
     """Takes what is wanted on the training thread and has it written by others; ``open`` to ``close``.
 
-    What could not be written is raised by ``check``, or counted (``num_missing``, ``first_missing``), as
-    ``capture.on_error`` says. ``num_deduped`` of what was written refers to other files, which left ``deduped_bytes``
-    unwritten.
+    What could not be written is raised by ``check``, or counted, as ``capture.on_error`` says.
     """
 
-    num_taken: int
-    num_deduped: int
-    deduped_bytes: int
-    num_missing: int
-    first_missing: str | None
+    counts: Counts
+    waited_s: float  # how long the training thread has waited for what was to be written, once that is over
 
     @property
     def is_open(self) -> bool: ...
-
-    @property
-    def num_bytes_taken(self) -> int:
-        """What was taken comes to on disk, as far as that is known."""
-
-    @property
-    def num_written(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int:
-        """What was written comes to."""
-
-    @property
-    def waited_s(self) -> float:
-        """How long the training thread has waited for what was to be written."""
 
     def open(self, device: torch.device) -> None:
         """Take memory and start threads.
@@ -78,7 +60,7 @@ class Sink(Taker, Protocol):
         """Write what is taken, end the threads and give the memory back; never raises what could not be written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Observer:
     """What a rank says of all its captures alike.
 
@@ -90,6 +72,9 @@ class Observer:
     rank: RankInfo
     loss_scale: float
     trigger: Callable[[], dict[str, Any] | None] = lambda: None
+    # what does not change, by the planned capture and by the micro-batch, which are kept alive
+    _by_plan: dict[int, tuple[PlannedCapture, tuple[Any, ...]]] = field(default_factory=dict)
+    _of_frame: tuple[Frame, tuple[Any, ...]] | None = None
 
     def observe(
         self,
@@ -100,33 +85,29 @@ class Observer:
         block_scales: ScaleCodes | None = None,
     ) -> Observation:
         """A wanted capture that has come up."""
-        frame, _, planned, token_layout = claim
-        return Observation(
-            layer_type=planned.layer_type,
-            layer_idx=planned.layer_idx,
-            operation=planned.operation,
-            phase=planned.phase,
-            component=planned.component,
-            quant_type=self.quant_type,
-            tensor_name=planned.tensor_name,
-            tensor=planned.tensor,
-            module=planned.module,
-            rank=self.rank,
-            iteration=frame.iteration,
-            micro_batch=frame.micro_batch,
-            sample_idx=frame.sample_idx,
-            num_samples=frame.num_samples,
-            batch_idx=STATE.batch(),
-            sequence_idx=STATE.sequence(),
-            values=planned.values,
-            consumers=consumers,
-            token_layout=token_layout,
-            loss_scale=self.loss_scale,
-            token_hash=frame.token_hash,
-            block_scales=block_scales,
-            sharding=sharding,
-            trigger=self.trigger(),
-        )
+        planned = claim.planned
+        found = self._by_plan.get(id(planned))
+        if found is None:
+            found = self._by_plan[id(planned)] = planned, self._planned(planned)
+        of_frame = self._of_frame
+        if of_frame is None or of_frame[0] is not claim.frame:
+            of_frame = self._of_frame = claim.frame, self._moment(claim.frame)
+        own = (planned.values, claim.token_layout, consumers, sharding, block_scales, None)
+        return Observation._make((*found[1], *of_frame[1], *own))
+
+    def _planned(self, planned: PlannedCapture) -> tuple[Any, ...]:
+        names = ("layer_type", "layer_idx", "operation", "phase", "component", "tensor_name", "tensor", "module")
+        fields = {name: getattr(planned, name) for name in names}
+        fields |= {"quant_type": self.quant_type, "rank": self.rank}
+        values = (fields[name] for name in Observation._fields[: len(fields)])
+        # another process gets plain text faster than members of an enumeration
+        return tuple(str(value) if isinstance(value, str) else value for value in values)
+
+    def _moment(self, frame: Frame) -> tuple[Any, ...]:
+        return (
+            frame.iteration, frame.micro_batch, frame.sample_idx, frame.num_samples, STATE.batch(), STATE.sequence(),
+            self.loss_scale, frame.token_hash, self.trigger(),
+        )  # fmt: skip
 
 
 def hash_tokens(tokens: torch.Tensor | None) -> str | None:

@@ -8,8 +8,8 @@ is one copy, and whoever writes it computes the statistics.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from typing import Any
@@ -19,15 +19,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcollect.store.summary import FIELDS, summarize
+from qcollect.store.summary_cuda import Room, can_copy, max_shares, pending_summaries
+from qcollect.store.summary_cuda import summarize as summarize_flat
 from qcollect.worker.arena import HostArena, Piece, Slot, page_rounded
 from qcollect.worker.saver import Observation, Source, plain_value
 from qcollect.worker.shipment import Arrival, Number, Shipment
 
-BUFFER_BYTES = 64 << 20  # of a device's memory: large enough for full speed, small enough to be there soon
-MAX_BUFFERS = 8
+BUFFER_BYTES = 128 << 20  # of a device's memory: enough for few sends, and soon there
+MAX_BUFFERS = 4
 _MAX_VALUES = 512  # of a buffer
 _FACTS_BYTES = 4 << 20  # of numbers and summaries that wait
 _ALIGNMENT = 64
+_FROM_DEVICE = ("scale", "amax", "num_saturated")  # of what is said of a consumer
 _SUMMARY_WIDTH = len(FIELDS) + len(FIELDS) % 2  # kernels want starts at multiples of 16 bytes
 
 
@@ -63,6 +66,7 @@ class Order:
 
     Args:
         scales: of the blocks of a quantized copy and their micro exponents, from a device.
+        facts: numbers of the metadata that come from a device.
         parcels: what its shipment is in; to be released once it is written.
     """
 
@@ -73,24 +77,27 @@ class Order:
     counter: int | None
     now: datetime
     scales: tuple[Staged, ...] | None = None
+    facts: tuple[Number, ...] = ()
     parcels: list[Parcel] = field(default_factory=list)
 
     def ship(self, arrival: Arrival | None = None, numbers: Mapping[torch.dtype, Piece] | None = None) -> Shipment:
         """What writers are told."""
         staged, scales = self.staged, self.scales
         assert staged.piece is not None
+        # in the order of the fields
         return Shipment(
-            ticket=self.ticket,
-            arrival=arrival,
-            value_id=staged.value_id,
-            value=staged.piece,
-            summary=staged.summary,
-            numbers=numbers or {},
-            block_scales=None if scales is None else tuple(s.piece for s in scales if s.piece is not None),
-            source=self.source,
-            seen=self.seen,
-            counter=self.counter,
-            now=self.now,
+            self.ticket,
+            arrival,
+            staged.value_id,
+            staged.piece,
+            staged.summary,
+            numbers or {},
+            self.facts,
+            None if scales is None else tuple(s.piece for s in scales if s.piece is not None),
+            self.source,
+            self.seen,
+            self.counter,
+            self.now,
         )
 
 
@@ -122,7 +129,7 @@ class Stager:
         self.num_shared = 0
         self._ship, self._wait = ship, wait
         self._sizes = min(buffer_bytes, arena.num_bytes // 2), max_buffers
-        self._seen: dict[_Identity, tuple[StorageWeakRef, Staged]] = {}
+        self._seen: dict[int, tuple[StorageWeakRef, _Identity, Staged]] = {}  # by address
         self._lanes: dict[torch.device, _Lane] = {}
         self._facts: HostArena | None = None
         self._value_ids = count()
@@ -138,17 +145,14 @@ class Stager:
         The same memory, unchanged since it was staged for another capture, is not copied again.
         """
         value = plain_value(tensor)
-        identity = identity_of(value)
-        known = self._find(identity)
+        known = self._find(value)
         if known is not None:
             self.num_shared += 1
+            known.parcel.num_users += 1
             return known
         staged = self._lane(value.device).copy(value) if self._travels(value) else self._copy_now(value)
         staged.parcel.num_users += 1
-        if identity is not None:
-            staged.parcel.num_users += 1  # this memory of it
-            storage = StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
-            self._seen[identity] = (storage, staged)
+        self._remember(value, staged)
         return staged
 
     def submit(self, order: Order) -> None:
@@ -161,7 +165,7 @@ class Stager:
         if scales is not None:
             order.scales = tuple(self.stage(codes) for codes in (scales.scales, *scales.micro))
             order.parcels += [staged.parcel for staged in order.scales]
-            order.seen = replace(order.seen, block_scales=None)
+            order.seen = order.seen._replace(block_scales=None)
         lane.submit(order)
 
     def release(self, order: Order) -> None:
@@ -187,23 +191,34 @@ class Stager:
 
     def _forget_seen(self) -> None:
         seen, self._seen = self._seen, {}
-        for _, staged in seen.values():
+        for *_, staged in seen.values():
             _release(staged.parcel)
 
-    def _find(self, identity: _Identity | None) -> Staged | None:
-        if identity is None or identity not in self._seen:
+    def _find(self, value: Tensor) -> Staged | None:
+        found = self._seen.get(value.data_ptr())
+        if found is None:
             return None
-        storage, staged = self._seen[identity]
+        storage, content, staged = found
         if storage.expired():  # type: ignore[no-untyped-call]  # the memory is another's by now
-            del self._seen[identity]
+            del self._seen[value.data_ptr()]
             _release(staged.parcel)
             return None
-        staged.parcel.num_users += 1
-        return staged
+        return staged if content == _content_of(value) else None
 
-    def _allocate(self, parcel: Parcel, num_bytes: int) -> Slot:
+    def _remember(self, value: Tensor, staged: Staged) -> None:
+        content, address = _content_of(value), value.data_ptr()
+        if content is None:
+            return
+        if address in self._seen:  # with what was there before
+            _release(self._seen[address][2].parcel)
+        staged.parcel.num_users += 1  # this memory of it
+        storage = StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+        self._seen[address] = storage, content, staged
+
+    def _allocate(self, parcel: Parcel, num_bytes: int, before_waiting: Callable[[], None] = lambda: None) -> Slot:
         slot = self.arena.try_allocate(num_bytes)
         if slot is None:
+            before_waiting()
             self.forget()  # what waits here, for others to share it or to be shipped, would never be given back
             slot = self.arena.allocate(num_bytes, self._wait)
         parcel.slots.append((self.arena, slot))
@@ -231,24 +246,11 @@ class _Buffer:
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.memory = torch.empty(_aligned(num_bytes), dtype=torch.uint8, device=device)
-        self.summaries = torch.empty((_MAX_VALUES, _SUMMARY_WIDTH), dtype=torch.float64, device=device)
+        self.num_bytes = self.memory.numel()
+        self.rows = torch.empty((_MAX_VALUES, _SUMMARY_WIDTH), dtype=torch.float64, device=device)
+        self.summaries = [row[: len(FIELDS)] for row in self.rows.unbind()]
+        self.pending = pending_summaries(device, max_shares(self.num_bytes, _MAX_VALUES))
         self.arrived: torch.cuda.Event | None = None
-        self._typed: dict[torch.dtype, Tensor] = {}
-        self._rows: list[Tensor] = []
-
-    def place(self, start: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Room for a flat tensor, from byte ``start`` on, a multiple of ``_ALIGNMENT``."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            typed = self._typed[dtype] = self.memory.view(dtype)
-        first = start // typed.element_size()
-        return typed[first : first + num_elements]
-
-    def summary(self, row: int) -> Tensor:
-        """Room for the summary of a value."""
-        if row >= len(self._rows):
-            self._rows.append(self.summaries[row, : len(FIELDS)])
-        return self._rows[row]
 
 
 class _Lane:
@@ -256,7 +258,7 @@ class _Lane:
 
     Args:
         values, facts: memory for values, and for all that is small.
-        allocate: gives a piece of ``values``, and may wait.
+        allocate: gives a piece of ``values``; before it waits, it calls what it is given.
     """
 
     def __init__(
@@ -264,7 +266,7 @@ class _Lane:
         device: torch.device,
         values: HostArena,
         facts: HostArena,
-        allocate: Callable[[Parcel, int], Slot],
+        allocate: Callable[[Parcel, int, Callable[[], None]], Slot],
         ship: Ship,
         wait: Callable[[], None],
         value_ids: "count[int]",
@@ -297,32 +299,36 @@ class _Lane:
     def copy(self, value: Tensor) -> Staged:
         """A value in the buffer that is being filled."""
         num_bytes = value.numel() * value.element_size()
-        if self._buffer is not None and (
-            self._end + num_bytes > self._buffer.memory.numel() or len(self._values) == _MAX_VALUES
-        ):
-            self.flush()
-        if self._buffer is None:
-            self._buffer, self._end = self._next_buffer(num_bytes), 0
-            self._writers.clear()
         buffer, start = self._buffer, self._end
-        stream = self._note_stream()
-        if stream.stream_id not in self._writers:
-            self._writers.add(stream.stream_id)
+        if buffer is not None and (start + num_bytes > buffer.num_bytes or len(self._values) == _MAX_VALUES):
+            self.flush()
+            buffer = None
+        if buffer is None:
+            self._buffer = buffer = self._next_buffer(num_bytes)
+            self._end = start = 0
+            self._writers.clear()
+        raw = self._note_stream()
+        if raw not in self._writers:
+            self._writers.add(raw)
             if buffer.arrived is not None:  # what the buffer held before
-                stream.wait_event(buffer.arrived)
-        flat = buffer.place(start, value.numel(), value.dtype)
-        flat.view(value.shape).copy_(value)
-        summarize(flat, out=buffer.summary(len(self._values)))
+                self._sources[raw].wait_event(buffer.arrived)
+        summary, room = buffer.summaries[len(self._values)], Room(buffer.memory, start)
+        if can_copy(value):
+            summarize_flat(value, summary, pending=buffer.pending, room=room)
+        else:
+            flat = room.view(value.numel(), value.dtype)
+            flat.view(value.shape).copy_(value)
+            summarize(flat, summary, buffer.pending)
         staged = Staged(value_id=next(self._value_ids), parcel=self._parcel, num_bytes=num_bytes, lane=self)
         self._values.append((staged, value.shape, value.dtype, start))
-        self._end += _aligned(num_bytes)
+        self._end = start + _aligned(num_bytes)
         return staged
 
     def submit(self, order: Order) -> None:
         """See ``Stager.submit``."""
         self._note_stream()
-        for consumer in order.seen.consumers:
-            self._send_along(consumer)
+        if order.seen.consumers:
+            order.facts = self._take_numbers(order.seen.consumers)
         self._orders.append(order)
 
     def flush(self) -> None:
@@ -344,30 +350,42 @@ class _Lane:
             for source in sources.values():
                 self._stream.wait_stream(source)
             numbers = self._send_facts(parcel, tensors, buffer, [staged for staged, *_ in values])
+
+            def ship_ready() -> None:
+                """Those that need no more than the numbers: they may hold the memory that is waited for."""
+                nonlocal orders
+                ready = [order for order in orders if order.staged.piece is not None]
+                orders = [order for order in orders if order.staged.piece is None]
+                if ready:
+                    arrival, _ = self._arrive()
+                    self._ship([order.ship(arrival, numbers) for order in ready])
+
+            if buffer is not None:
+                self._send_values(self._allocate(parcel, self._end, ship_ready), buffer, values)
             arrival, event = self._arrive()
-            self._under_way.append((event, tensors))
-            # before waiting for memory, which those may hold that need no more than this
-            ready = [order for order in orders if order.staged.piece is not None]
-            if ready:
-                self._ship([order.ship(arrival, numbers) for order in ready])
-            if buffer is None:
-                return
-            waiting = [order for order in orders if order.staged.piece is None]
-            self._send_values(parcel, buffer, values)
-            arrival, buffer.arrived = self._arrive()
-        self._ship([order.ship(arrival, numbers) for order in waiting])
-        if buffer.memory.numel() == self._buffer_bytes:
+        self._under_way.append((event, tensors))
+        if orders:
+            self._ship([order.ship(arrival, numbers) for order in orders])
+        if buffer is None:
+            return
+        buffer.arrived = event
+        if buffer.num_bytes == self._buffer_bytes:
             self._sent.append(buffer)
         else:
             self._oversized = buffer
 
-    def _send_along(self, facts: dict[str, Any]) -> None:
-        """Have each 0-dim tensor among ``facts`` sent, and a ``Number`` take its place."""
-        for name, fact in facts.items():
-            if isinstance(fact, Tensor) and fact.dim() == 0 and fact.device == self._device:
-                tensors = self._numbers.setdefault(fact.dtype, [])
-                facts[name] = Number(fact.dtype, len(tensors))
-                tensors.append(fact)
+    def _take_numbers(self, consumers: Sequence[dict[str, Any]]) -> tuple[Number, ...]:
+        """Have each 0-dim tensor among what is said of consumers sent."""
+        found = []
+        for place, consumer in enumerate(consumers):
+            for name in _FROM_DEVICE:
+                fact = consumer.get(name)
+                if isinstance(fact, Tensor) and fact.device == self._device:
+                    tensors = self._numbers.setdefault(fact.dtype, [])
+                    found.append(Number(place, name, fact.dtype, len(tensors)))
+                    tensors.append(fact)
+                    consumer[name] = None
+        return tuple(found)
 
     def _send_facts(
         self,
@@ -378,7 +396,10 @@ class _Lane:
     ) -> dict[torch.dtype, Piece]:
         """Copy summaries and numbers to the host; where the numbers will be."""
         found = {dtype: torch.stack(tensors) for dtype, tensors in numbers.items()}
-        summaries = None if buffer is None else buffer.summaries[: len(staged)]
+        summaries = None
+        if buffer is not None:
+            buffer.pending.finish()
+            summaries = buffer.rows[: len(staged)]
         parts = [*found.values(), *([] if summaries is None else [summaries])]
         sizes = [_aligned(part.numel() * part.element_size()) for part in parts]
         slot = self._facts.allocate(sum(sizes), self._wait)
@@ -395,10 +416,9 @@ class _Lane:
         }
 
     def _send_values(
-        self, parcel: Parcel, buffer: _Buffer, values: list[tuple[Staged, torch.Size, torch.dtype, int]]
+        self, slot: Slot, buffer: _Buffer, values: list[tuple[Staged, torch.Size, torch.dtype, int]]
     ) -> None:
         """Copy the values of a buffer to the host, all in one piece."""
-        slot = self._allocate(parcel, self._end)
         host = self._values_arena.tensor(slot, (self._end,), torch.uint8)
         host.copy_(buffer.memory[: self._end], non_blocking=True)
         for staged, shape, dtype, start in values:
@@ -425,13 +445,12 @@ class _Lane:
             return self._sent.popleft()
         return _Buffer(self._device, self._buffer_bytes)
 
-    def _note_stream(self) -> torch.cuda.Stream:
+    def _note_stream(self) -> int:
         """The current stream, which makes something that is to be sent."""
         raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # at a tenth of the time
-        stream = self._sources.get(raw)
-        if stream is None:
-            stream = self._sources[raw] = torch.cuda.current_stream(self._device)
-        return stream
+        if raw not in self._sources:
+            self._sources[raw] = torch.cuda.current_stream(self._device)
+        return raw
 
 
 def held_bytes(num_bytes: int) -> int:
@@ -453,6 +472,13 @@ def _aligned(num_bytes: int) -> int:
 
 def _is_over(event: torch.cuda.Event | None) -> bool:
     return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _content_of(value: Tensor) -> _Identity | None:
+    """What tells that tensors at one address have the same content; None where nothing tells."""
+    if value.is_inference() or value.numel() == 0:
+        return None
+    return value._version, value.dtype, value.shape, value.stride()
 
 
 def identity_of(value: Tensor) -> _Identity | None:

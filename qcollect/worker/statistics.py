@@ -6,10 +6,11 @@ Kernels put their results straight into rows of a table of float64 numbers on th
     an operand, a type   formats.error_stats.TOTALS; of the gemm's own type from the pass that quantizes
 
 Every micro-batch under way has a table. When all that is wanted of it was seen, or its iteration is over, another
-stream copies the rows to page-locked memory, and a thread formats and appends the lines by one write. Nothing on the
-training thread waits for the device.
+stream copies the rows to page-locked memory, and a thread has its lines written, on the CPU by itself, with a CUDA
+device by a process of its own (``write_lines``). Nothing on the training thread waits for the device.
 """
 
+import ctypes
 import json
 import os
 import threading
@@ -18,33 +19,36 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from qcollect.formats.eager import Choices
-from qcollect.formats.error_stats import NUM_TOTALS
+from qcollect.errors import CaptureError
+from qcollect.formats.error_stats import NUM_TOTALS, Totals
+from qcollect.formats.pending import PendingShares
 from qcollect.formats.resolved import Quantizer
 from qcollect.formats.scope import is_distributed
+from qcollect.formats.triton_launch import pending_stats
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.recipe.conflicts import of_type
 from qcollect.recipe.records import QuantSpec
-from qcollect.store.capture import write_failure
 from qcollect.store.files import LineFile
 from qcollect.store.manifest import ManifestRecord
 from qcollect.store.summary import FIELDS, summarize
+from qcollect.store.summary_cuda import pending_summaries
 from qcollect.vocab import CaptureKey, Gemm, LayerType
+from qcollect.worker.counts import Counts
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.frame import Claim, Frame, WantKey, want_key
 from qcollect.worker.gemm import Operand
 from qcollect.worker.lines import (
     NOT_STORED,
+    ROW_SIZE,
     LineTemplate,
+    Measured,
     encode_moment,
-    operand_line,
     operand_text,
-    tensor_line,
     tensor_text,
 )
 from qcollect.worker.policy import QuantPolicy, Use
@@ -54,11 +58,10 @@ from qcollect.worker.sharding import describe_sharding, local_of
 from qcollect.worker.sink import Observer, hash_tokens
 from qcollect.worker.staging import identity_of
 from qcollect.worker.state import STATE
+from qcollect.worker.write_lines import Appended, LineProcess, append_lines
 from qcollect.worker.writers import WriterPool
 
-# of a row, in float64 numbers: its 80 bytes keep every row at a multiple of 16, as kernels need it
-_ROW_SIZE = 10
-_MAX_QUEUED = 8  # micro-batches whose lines are to be written, until training waits
+_MAX_QUEUED = 64  # micro-batches whose lines are to be written, until training waits
 _SHARED = frozenset({"input"})  # what several modules may read: q, k and v, gate and up
 _WITHOUT_FLOAT64 = ("mps",)
 
@@ -90,12 +93,23 @@ class _Table:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.numbers = torch.empty(num_rows, _ROW_SIZE, dtype=torch.float64, device=device)
+        self.numbers = torch.empty(num_rows, ROW_SIZE, dtype=torch.float64, device=device)
         self.summaries = [row[: len(FIELDS)] for row in self.numbers.unbind()]
-        self.totals = [row[:NUM_TOTALS] for row in self.numbers.unbind()]
+        self.totals = [Totals(row[:NUM_TOTALS]) for row in self.numbers.unbind()]
         is_cuda = device.type == "cuda"
         self.host = torch.empty(self.numbers.shape, dtype=torch.float64, pin_memory=True) if is_cuda else self.numbers
         self.host_amaxes = torch.empty(num_rows, dtype=torch.float32, pin_memory=is_cuda)
+
+
+class _Pending(NamedTuple):
+    """Of one stream: what is measured there, and put into its rows a hundred at a time."""
+
+    summaries: PendingShares
+    totals: PendingShares
+
+    def finish(self) -> None:
+        self.summaries.finish()
+        self.totals.finish()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -142,7 +156,7 @@ class _Site:
     """An operand of a gemm, of one shape: its lines, and the types it is measured under beside its own."""
 
     template: LineTemplate
-    shadows: tuple[tuple[Quantizer, Choices | None], ...]
+    shadows: tuple[Quantizer, ...]
 
 
 class StatisticsSink:
@@ -152,7 +166,7 @@ class StatisticsSink:
         saver: of this rank; its folder, and what it says of every capture.
         captures: those of a micro-batch.
         shadows: types beside the gemms' own.
-        on_taken: called when a micro-batch was taken.
+        on_written: called when a micro-batch was taken, and others may have been written.
     """
 
     describes_consumers = False
@@ -166,26 +180,22 @@ class StatisticsSink:
         *,
         captures: Sequence[PlannedCapture],
         shadows: Shadows,
-        on_taken: Callable[[], None],
+        on_written: Callable[[], None],
     ) -> None:
         self.saver = saver
         self.settings = settings
         self.observer = observer
         self.kept = kept
         self.shadows = shadows
-        self.on_taken = on_taken
-        self.num_taken = 0
-        self.num_written = 0
-        self.num_bytes = 0
-        self.num_deduped = self.deduped_bytes = 0
-        self.num_missing = 0
-        self.first_missing: str | None = None
+        self.on_written = on_written
+        self.counts = Counts()
         self.waited_s = 0.0
         self._manifest = LineFile(saver.paths.manifest_path(observer.rank.rank), durable=settings.durability == "all")
         self._num_rows = sum(
             1 if c.gemm is None else 1 + len(shadows.get((c.layer_type, c.tensor_name, c.gemm), ())) for c in captures
         )
-        self._templates: dict[Hashable, LineTemplate] = {}
+        self._templates: list[LineTemplate] = []
+        self._tensor_templates: dict[Hashable, LineTemplate] = {}
         self._sites: dict[Hashable, _Site] = {}
         self._open: dict[int, tuple[Frame, _Batch]] = {}
         self._pool: WriterPool[_Batch] | None = None
@@ -193,6 +203,8 @@ class StatisticsSink:
         self._pid = os.getpid()
         self._device = torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None
+        self._process: LineProcess | None = None  # where the interpreter is the training thread's
+        self._pending: dict[int, _Pending] = {}  # by stream
         self._tables: SimpleQueue[_Table] = SimpleQueue()  # those that are free
         self._num_queued = 0
         self._lock = threading.Lock()
@@ -204,16 +216,13 @@ class StatisticsSink:
     def is_open(self) -> bool:
         return self._pool is not None
 
-    @property
-    def num_bytes_taken(self) -> int:
-        return self.num_bytes
-
     def open(self, device: torch.device) -> None:
         if device.type in _WITHOUT_FLOAT64:
             device = torch.device("cpu")
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._process = LineProcess(self._manifest, goes_on=self.settings.on_error == "continue")
         self._device = device
         self._pool = WriterPool(1, self._write)
 
@@ -259,7 +268,15 @@ class StatisticsSink:
         self.end_iteration()
         self._pool.close()
         self._pool = None
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                for appended in process.close():
+                    self._note(appended)
+            except CaptureError as error:
+                self._error = self._error or error
         self._tables = SimpleQueue()
+        self._pending.clear()
 
     # ---- what is taken -------------------------------------------------------------------------
 
@@ -275,7 +292,8 @@ class StatisticsSink:
             # in the order of a file's bytes, whatever the strides: the same numbers added up in the same order
             value = value if value.is_contiguous() else value.contiguous()
             if value.device == self._device:
-                summarize(value, out)
+                pending = self._pending_of(batch)
+                summarize(value, out, None if pending is None else pending.summaries)
             else:
                 out.copy_(summarize(value))
         self._record(frame, batch, (template, (row,), None, None))
@@ -292,11 +310,11 @@ class StatisticsSink:
             row, is_new = _place(batch, use.quantizer, identity, x)
             rows.append(row)
             consumed = self._measured(batch, row, x.device, partial(quantize, use)) if is_new else quantize(use)
-        for quantizer, choices in site.shadows:
+        for quantizer in site.shadows:
             row, is_new = _place(batch, quantizer, identity, x)
             rows.append(row)
             if is_new:
-                self._measured(batch, row, x.device, use.under(quantizer, choices).measure)
+                self._measured(batch, row, x.device, use.under(quantizer).measure)
         amax_place = None
         if use.amax is not None:
             amax_place = len(batch.amaxes)
@@ -312,14 +330,28 @@ class StatisticsSink:
         )
         return last, first
 
-    def _measured(self, batch: _Batch, row: int, device: torch.device, measure: Callable[[torch.Tensor], Any]) -> Any:
+    def _measured(self, batch: _Batch, row: int, device: torch.device, measure: Callable[[Totals], Any]) -> Any:
         out = batch.table.totals[row]
         if device == self._device:
+            pending = self._pending_of(batch)
+            out.pending = None if pending is None else pending.totals
             return measure(out)
-        own = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
+        own = Totals(torch.empty(NUM_TOTALS, dtype=torch.float64, device=device))
         found = measure(own)
-        out.copy_(own)
+        out.numbers.copy_(own.numbers)
         return found
+
+    def _pending_of(self, batch: _Batch) -> _Pending | None:
+        """That of the current stream, on which something of a micro-batch is measured."""
+        if self._stream is None:
+            return None
+        raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # at a tenth of the time
+        batch.streams.add(raw)
+        pending = self._pending.get(raw)
+        if pending is None:
+            pending = _Pending(pending_summaries(self._device), pending_stats(self._device))
+            self._pending[raw] = pending
+        return pending
 
     def _record(
         self,
@@ -328,9 +360,7 @@ class StatisticsSink:
         record: tuple[LineTemplate, tuple[int, ...], int | None, int | None],
     ) -> None:
         batch.records.append(record)
-        if self._stream is not None:
-            batch.streams.add(torch._C._cuda_getCurrentRawStream(self._device.index))
-        self.num_taken += record[0].want not in batch.expected
+        self.counts.num_taken += record[0].want not in batch.expected
         if not frame.wanted:
             self._ship(frame, batch)
 
@@ -342,14 +372,18 @@ class StatisticsSink:
             id(claim.planned), local.shape, local.dtype, local.device, local.requires_grad, local.is_leaf,
             claim.token_layout, None if sharding is None else str(sharding),
         )  # fmt: skip
-        template = self._templates.get(key)
+        template = self._tensor_templates.get(key)
         if template is None:
             metadata = self._metadata(claim, sharding)
             info = _describe(local, requires_grad=local.requires_grad, is_leaf=local.is_leaf)
-            template = LineTemplate(
+            template = self._tensor_templates[key] = self._make_template(
                 text=tensor_text(metadata, info), want=want_key(claim.planned), num_elements=local.numel()
             )
-            self._templates[key] = template
+        return template
+
+    def _make_template(self, **fields: Any) -> LineTemplate:
+        template = LineTemplate(number=len(self._templates), **fields)
+        self._templates.append(template)
         return template
 
     def _operand_site(self, claim: Claim, use: Use) -> "_Site":
@@ -373,7 +407,7 @@ class StatisticsSink:
         consumer = use.describe(torch.zeros((), dtype=torch.int64))
         metadata = self._metadata(claim, sharding, consumers=[consumer])
         return _Site(
-            template=LineTemplate(
+            template=self._make_template(
                 text=operand_text(metadata, consumer, _describe(x, requires_grad=False, is_leaf=True), names),
                 want=want_key(planned),
                 num_elements=x.numel(),
@@ -381,7 +415,7 @@ class StatisticsSink:
                 is_quantized=bool(own),
                 quantizer=None if use.amax is None else quantizer,
             ),
-            shadows=tuple((shadow, None if _draws(shadow) else shadow.choices_for(x)) for _, shadow in others),
+            shadows=tuple(shadow for _, shadow in others),
         )
 
     def _metadata(
@@ -421,13 +455,17 @@ class StatisticsSink:
         with self._lock:
             self._num_queued += 1
         self._pool.submit(batch)
-        self.on_taken()
+        self.on_written()
 
     def _send(self, batch: _Batch, stream: torch.cuda.Stream) -> None:
         """Copies to the host, behind everything that was measured."""
         with torch.cuda.device(self._device):
             for raw in batch.streams:
-                stream.wait_stream(_stream_of(raw, self._device))
+                source = _stream_of(raw, self._device)
+                if raw in self._pending:
+                    with torch.cuda.stream(source):
+                        self._pending[raw].finish()
+                stream.wait_stream(source)
             with torch.cuda.stream(stream):
                 table, num_rows = batch.table, batch.num_rows
                 table.host[:num_rows].copy_(table.numbers[:num_rows], non_blocking=True)
@@ -442,7 +480,7 @@ class StatisticsSink:
             if batch.arrived is not None:
                 batch.arrived.synchronize()
             if self._error is None:  # or training ends: what follows the lines that failed is not written
-                self._append(self._lines(batch), batch.iteration)
+                self._write_measured(batch, self._read(batch))
         except Exception as error:
             self._error = error
         finally:
@@ -450,59 +488,67 @@ class StatisticsSink:
                 self._num_queued -= 1
             self._tables.put(batch.table)
 
-    def _lines(self, batch: _Batch) -> list[str]:
-        """The lines of a micro-batch; those that are listed already are compared instead.
+    def _read(self, batch: _Batch) -> Measured:
+        """What came to the host; the table may be filled again."""
+        numbers = batch.table.host[: batch.num_rows]
+        amaxes, scales = _scales(batch)
+        return Measured(
+            records=[(template.number, rows, place, seed) for template, rows, place, seed in batch.records],
+            moment=encode_moment({**batch.moment, "token_hash": hash_tokens(batch.tokens)}),
+            numbers=ctypes.string_at(numbers.data_ptr(), numbers.nbytes) if batch.num_rows else b"",
+            amaxes=amaxes,
+            scales=scales,
+        )
+
+    def _write_measured(self, batch: _Batch, measured: Measured) -> None:
+        if batch.expected or self._held or not self.kept.is_proven(batch.iteration):
+            self._append(self._compared(batch, measured.lines(self._templates)), batch.iteration)
+        elif self._process is not None:
+            for appended in self._process.write(measured, self._templates):
+                self._note(appended)
+        else:
+            self._note(append_lines(self._manifest, measured.lines(self._templates)))
+
+    def _compared(self, batch: _Batch, lines: list[str]) -> list[str]:
+        """Lines that are not listed already; those that are were compared.
 
         Raises:
             CaptureError: they are not the same.
         """
-        moment = encode_moment({**batch.moment, "token_hash": hash_tokens(batch.tokens)})
-        numbers = batch.table.host[: batch.num_rows].tolist()
-        amaxes, scales = _scales(batch)
-        lines = []
-        for template, rows, place, seed in batch.records:
-            if template.num_types == 0:
-                line = tensor_line(template, moment, numbers[rows[0]][: len(FIELDS)])
-            else:
-                totals = [numbers[row][:NUM_TOTALS] for row in rows]
-                amax, scale = (None, None) if place is None else (amaxes[place], scales[place])
-                line = operand_line(template, moment, totals, scale=scale, amax=amax, seed=seed)
-            key = batch.expected.get(template.want) if batch.expected else None
+        new = []
+        for (template, *_), line in zip(batch.records, lines, strict=True):
+            key = batch.expected.get(template.want)
             if key is None:
-                lines.append(line)
+                new.append(line)
             else:
                 self.kept.compare_statistics(key, ManifestRecord.from_dict(json.loads(line)))
-        return lines
+        return new
 
     def _append(self, lines: list[str], iteration: int) -> None:
         self._held += lines
         if not self._held or not self.kept.is_proven(iteration):  # nothing of two different trainings
             return
         held, self._held = self._held, []
-        content = "".join(held).encode("ascii")
-        try:
-            self._manifest.path.parent.mkdir(parents=True, exist_ok=True)
-            self._manifest.append_encoded(content)
-        except OSError as error:
-            failure = write_failure(self._manifest.path, error)
-            if self.settings.on_error == "stop":
-                raise failure from error
-            self.num_missing += len(held)
-            self.first_missing = self.first_missing or str(failure)
+        self._note(append_lines(self._manifest, held))
+
+    def _note(self, appended: Appended) -> None:
+        counts = self.counts
+        counts.num_written += appended.num_written
+        counts.num_bytes += appended.num_bytes
+        counts.num_bytes_taken = counts.num_bytes
+        if appended.reason is None:
             return
-        self.num_written += len(held)
-        self.num_bytes += len(content)
+        if self.settings.on_error == "stop":
+            raise CaptureError(appended.reason)
+        counts.num_missing += appended.num_missing
+        counts.first_missing = counts.first_missing or appended.reason
 
 
 def _place(batch: _Batch, quantizer: Quantizer, identity: Hashable | None, x: torch.Tensor) -> tuple[int, bool]:
     """The row of an operand's errors under a type, and whether they are still to be measured."""
-    if identity is None or _draws(quantizer):  # what is drawn depends on the module
+    if identity is None or quantizer.draws:  # what is drawn depends on the module
         return batch.row(), True
     return batch.find((identity, id(quantizer)), x)
-
-
-def _draws(quantizer: Quantizer) -> bool:
-    return quantizer.hadamard is not None or quantizer.is_stochastic
 
 
 def _stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from qcollect.formats.quantized import ScaleCodes
+from qcollect.worker.counts import Counts
 from qcollect.worker.engine import CaptureEngine, EngineSettings
 from qcollect.worker.frame import Claim, Frame
 from qcollect.worker.gemm import Operand
@@ -22,7 +23,7 @@ class TensorSink:
 
     Args:
         needed_bytes: of host memory, what the captures of an iteration come to; 0: not known.
-        on_taken: called when something was taken.
+        on_written: called when something may have been written.
     """
 
     describes_consumers = True
@@ -35,22 +36,15 @@ class TensorSink:
         kept: Kept,
         *,
         needed_bytes: int,
-        on_taken: Callable[[], None],
+        on_written: Callable[[], None],
     ) -> None:
         self.saver = saver
         self.settings = settings
         self.observer = observer
         self.kept = kept
         self.needed_bytes = needed_bytes
-        self.on_taken = on_taken
-        self.num_taken = 0
-        self.num_bytes_taken = 0
-        self.num_written = 0
-        self.num_bytes = 0
-        self.num_deduped = 0
-        self.deduped_bytes = 0
-        self.num_missing = 0
-        self.first_missing: str | None = None
+        self.on_written = on_written
+        self.counts = Counts()
         self.waited_s = 0.0
         self._engine: CaptureEngine | None = None
         self._error: Exception | None = None  # of the engine that was closed
@@ -67,7 +61,9 @@ class TensorSink:
             device=device,
             needed_bytes=self.needed_bytes,
             num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            on_shipped=self.on_written,
         )
+        self.counts = self._engine.counts
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:
         frame.token_hash = hash_tokens(tokens)
@@ -90,18 +86,11 @@ class TensorSink:
         if engine is None:
             return
         engine.close()
-        self._count(engine)
+        self.waited_s = engine.waited_s
         try:
             engine.check()
         except Exception as error:
             self._error = error
-
-    def _count(self, engine: CaptureEngine) -> None:
-        self.num_taken, self.num_bytes_taken = engine.num_taken, engine.num_bytes_taken
-        self.num_written, self.num_bytes = engine.num_written, engine.num_bytes_written
-        self.num_deduped, self.deduped_bytes = engine.num_deduped, engine.deduped_bytes
-        self.num_missing, self.first_missing = engine.num_missing, engine.first_missing
-        self.waited_s = engine.waited_s
 
     # ---- what is taken -------------------------------------------------------------------------
 
@@ -154,5 +143,3 @@ class TensorSink:
     def _submit(self, tensor: torch.Tensor, seen: Observation, counter: int, source: Source) -> None:
         assert self._engine is not None  # there is something to capture
         self._engine.submit(tensor, seen, counter, source=source)
-        self._count(self._engine)
-        self.on_taken()

@@ -1,25 +1,19 @@
-"""Who writes captures while training goes on: threads of this process, or of another that shares its memory.
+"""Who writes captures while training goes on: threads of this process, or of others that share its memory (``child``).
 
-Threads take turns with training for the interpreter, most of whose time on a GPU's host goes into Python: there a
-process of their own writes, which costs a second or two to start. Both take shipments and give outcomes, in any order,
-to the one thread that asks.
+Both take shipments and give outcomes, in any order, to the one thread that asks.
 """
 
 import json
 import os
-import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-import qcollect
 from qcollect.errors import CaptureError
 from qcollect.worker.arena import Memory
+from qcollect.worker.child import Child, wait_for_any
 from qcollect.worker.saver import Saver
 from qcollect.worker.shipment import Outcome, Scribe, Shipment
 
@@ -32,9 +26,7 @@ _SWITCH_S = 0.0002
 # takes a core for a moment holds them all. Where all cores are busy writers get next to nothing, and all of them once
 # training waits.
 _NICENESS = 19
-_PIPE_BYTES = 1 << 20
-_F_SETPIPE_SZ = 1031  # Linux, fcntl.F_SETPIPE_SZ
-_READ_BYTES = 1 << 16
+_MAX_PROCESSES = 2
 
 
 class Writers(Protocol):
@@ -120,83 +112,44 @@ class WriterThreads:
         sys.setswitchinterval(self._switch_s)
 
 
-class WriterProcess:
-    """``Writers`` in a process of their own; see ``write_shipments``.
-
-    It reads shipments from its input and ends with it, or with this process. Its output is a line for every outcome.
-    """
+class WriterProcesses:
+    """``Writers`` in processes of their own (``write_shipments``): two, since the threads of each take turns, too."""
 
     def __init__(self, saver: Saver, num_threads: int, *, goes_on: bool) -> None:
-        source = str(Path(qcollect.__file__).resolve().parents[1])
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH")))),
-            "CUDA_VISIBLE_DEVICES": "",  # it computes on no device
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "qcollect.worker.write_shipments"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout.fileno()
-        _enlarge(self._input.fileno())
-        _enlarge(self._output)
-        self._rest = b""
-        self._is_blocking = True
-        self._write({"saver": saver.settings, "owner": os.getpid(), "num_threads": num_threads, "goes_on": goes_on})
+        # identical payloads are known to the process that has written the first
+        num = 1 if saver.packing.dedupe else min(_MAX_PROCESSES, num_threads)
+        settings = {"saver": saver.settings, "num_threads": -(-num_threads // num), "goes_on": goes_on}
+        self.children = [Child("qcollect.worker.write_shipments", settings) for _ in range(num)]
+        self._num_sent = 0
 
     def send(self, shipments: Sequence[Shipment]) -> None:
-        self._write(list(shipments))
+        messages: list[list[tuple[Any, ...]]] = [[] for _ in self.children]
+        for shipment in shipments:
+            messages[self._num_sent % len(messages)].append(shipment.encode())
+            self._num_sent += 1
+        for child, message in zip(self.children, messages, strict=True):
+            if message:
+                child.send(message)
 
     def outcomes(self, *, wait: bool) -> list[Outcome]:
-        if wait != self._is_blocking:
-            os.set_blocking(self._output, wait)
-            self._is_blocking = wait
-        found: list[Outcome] = []
         while True:
-            try:
-                data = os.read(self._output, _READ_BYTES)
-            except BlockingIOError:
-                return found
-            if not data:
-                raise self._is_gone()
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            found += map(decode_outcome, lines)
+            found = [decode_outcome(line) for child in self.children for line in child.answers()]
             if found or not wait:
                 return found
+            wait_for_any(self.children)
 
     def close(self) -> None:
-        with suppress(CaptureError):  # it is gone
-            self._write(None)  # a child that was forked from this process keeps the input open
-        with suppress(OSError):
-            self._input.close()
-        os.set_blocking(self._output, True)
-        while os.read(self._output, _READ_BYTES):
-            pass
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def _write(self, message: Any) -> None:
-        try:
-            pickle.dump(message, self._input, pickle.HIGHEST_PROTOCOL)
-            self._input.flush()
-        except OSError as error:
-            raise self._is_gone() from error
-
-    def _is_gone(self) -> CaptureError:
-        return CaptureError(
-            f"the process that writes captures (pid {self._process.pid}) has ended by itself, with exit status "
-            f"{self._process.wait()}; what it had not written is lost"
-        )
+        for child in self.children:
+            child.end()
+        for child in self.children:
+            child.wait()
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """One line."""
+    """As a line."""
     error = outcome.error
     told = None if error is None else [isinstance(error, CaptureError), type(error).__name__, str(error)]
-    return json.dumps([outcome.ticket, outcome.num_bytes, outcome.deduped_bytes, told]).encode() + b"\n"
+    return json.dumps([outcome.ticket, outcome.num_bytes, outcome.deduped_bytes, told]).encode()
 
 
 def decode_outcome(line: bytes) -> Outcome:
@@ -206,13 +159,3 @@ def decode_outcome(line: bytes) -> Outcome:
         return Outcome(ticket, num_bytes, deduped_bytes)
     is_ours, kind, text = told
     return Outcome(ticket, error=CaptureError(text) if is_ours else RuntimeError(f"{kind}: {text}"))
-
-
-def _enlarge(pipe: int) -> None:
-    """Who writes to a pipe that is full waits."""
-    try:
-        import fcntl
-
-        fcntl.fcntl(pipe, _F_SETPIPE_SZ, _PIPE_BYTES)
-    except (ImportError, OSError):  # not Linux, or more than this user may have
-        pass

@@ -33,6 +33,7 @@ from qcollect.formats.catalog import E2M1, E2M3, E3M2, E4M3, E5M2, QUANT_TYPES
 from qcollect.formats.codes import encode_scale
 from qcollect.formats.eager import Choices, limit_values, restore_values, round_values, scale_values
 from qcollect.formats.elements import HYBRID_SOURCES
+from qcollect.formats.error_stats import NUM_TOTALS, TOTALS, Totals
 from qcollect.formats.quantizer import Quantizer, apply_both, fake_quantize, quantize
 from qcollect.formats.records import QuantType
 from qcollect.formats.scales import power_of_two_scale, tensor_amax, tensor_encode
@@ -356,8 +357,9 @@ def counted_tensors(device: str) -> Iterator[tuple[str, tuple[int, ...], int, to
 
 
 def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
-    """Counts exactly, sums to a part in a million, and the same bits a second time."""
+    """Counts exactly, sums to a part in a million; the same bits a second time, and put together with others' later."""
     done = 0
+    pending, waiting = triton_launch.pending_stats(torch.device(device)), []
     for num, (name, shape, axis, dtype, kind) in enumerate(counted_tensors(device)):
         if num % num_parts != part:
             continue
@@ -365,7 +367,7 @@ def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
         choices = make_choices(QUANT_TYPES[name], x, axis)
         encode = encode_of(x, choices)
         found_encode = None if encode is None else encode.to(device)
-        expected, first = reference_stats(x, choices, encode), None
+        expected, first, alone = reference_stats(x, choices, encode), None, {}
         for histograms in (True, False, True) if device == "cuda" else (True, False):
             out = torch.full(shape, 777.0, dtype=dtype, device=device)
             found = triton_launch.run_with_stats(
@@ -377,12 +379,22 @@ def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
                     f"{name} {shape} axis {axis} {dtype} {kind}: {found} the second time, not {first}"
                 )
             first = first or found
+            alone = alone if histograms else found
             for key, value in expected.items():
                 if found[key] is None and not histograms:
                     continue
                 is_right = abs(found[key] - value) <= 1e-6 * value if isinstance(value, float) else found[key] == value
                 assert is_right, f"{key} of {name} {shape} axis {axis} {dtype} {kind}: {found[key]} instead of {value}"
+        count = int(triton_launch.count_limited(x.to(device), choices, found_encode))
+        assert count == expected["num_clamped"], f"{name} {shape} axis {axis} {dtype} {kind}: {count} are clamped"
+        totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
+        out = triton_launch.measure(x.to(device), choices, found_encode, Totals(totals, pending))
+        assert num_different(out, reference(x, choices, encode)) == 0
+        waiting.append((totals, [alone[key] for key in TOTALS]))
         done += 1
+    pending.finish()
+    for totals, expected_totals in waiting:
+        assert totals.tolist() == expected_totals
     return f"{done} tensors counted"
 
 

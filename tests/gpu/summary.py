@@ -9,6 +9,7 @@ with CUDA, Triton and numpy; runs from a checkout, installed or not.
 """
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qcollect.store import summary_cuda
 from qcollect.store.summary import FIELDS, describe, summarize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,6 +123,28 @@ def check_values(
                 assert all(torch.equal(summaries[0], summary) for summary in summaries), f"{size} {dtype}: {summaries}"
                 num += 1
     return f"{num} tensors"
+
+
+def check_copies(
+    device: str, sizes: Sequence[int] = SIZES, kinds: Sequence[str] = KINDS, dtypes: Sequence[torch.dtype] = DTYPES
+) -> str:
+    """Copied on the way, and put together with others later: the same bits."""
+    pending, waiting = summary_cuda.pending_summaries(torch.device(device), 3 * 9 * 2048), []
+    for dtype, size, kind in itertools.product(dtypes, sizes, kinds):
+        x = special(size, dtype, kind).to(device)
+        memory = torch.zeros(64 + x.numel() * x.element_size(), dtype=torch.uint8, device=device)
+        rows = torch.zeros(2, 10, dtype=torch.float64, device=device)
+        room = summary_cuda.Room(memory, 64)
+        assert summary_cuda.can_copy(x) or device == "cpu"
+        summary_cuda.summarize(x, rows[0, :9], pending=pending, room=room)
+        summary_cuda.summarize(x, rows[1, :9])
+        assert torch.equal(room.view(x.numel(), dtype).view(torch.uint8), x.view(torch.uint8)), f"{size} {dtype} {kind}"
+        assert not memory[:64].any()
+        waiting.append((f"{size} {dtype} {kind}", rows))
+    pending.finish()
+    for what, rows in waiting:
+        assert torch.equal(rows[0], rows[1]), f"{what}: {rows[0]}, not {rows[1]}"
+    return f"{len(waiting)} tensors"
 
 
 @contextmanager
@@ -259,6 +283,7 @@ def main() -> int:
             summarize(special(size, dtype, "normal").cuda())
     checks: list[tuple[str, Callable[[], str]]] = [
         ("values", lambda: check_values(summarize_at_once, "cuda")),
+        ("copies", lambda: check_copies("cuda")),
         ("layouts and other dtypes", check_layouts),
         ("devices", check_devices),
     ]

@@ -11,7 +11,7 @@ from quantization_paths import why_not_interpreted
 
 from qcollect.formats import triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
-from qcollect.formats.error_stats import NUM_TOTALS
+from qcollect.formats.error_stats import NUM_TOTALS, Totals
 from qcollect.formats.quantizer import Quantizer
 from qcollect.formats.scales import tensor_amax
 
@@ -125,10 +125,7 @@ def test_what_a_cast_does_to_all_numbers_of_its_own_dtype_is_counted(name: str) 
     choices = gpu.make_choices(QUANT_TYPES[name], x)
     assert triton_launch.supports_stats(x, choices)
     totals = torch.empty(NUM_TOTALS, dtype=torch.float64)
-    found = triton_launch.run_with_stats(
-        x, torch.empty_like(x), choices, None, with_tensor_scale=True, histograms=False, totals=totals
-    )
-    assert found.totals is totals
+    triton_launch.measure(x, choices, None, Totals(totals))
     expected = Quantizer.create(name).bind(x).with_stats(histograms=False)[1].totals.tolist()
     assert totals[0].item() == pytest.approx(expected[0], rel=1e-6)
     assert totals[1:].tolist() == expected[1:]

@@ -81,6 +81,22 @@ def test_shares_without_a_finite_value(monkeypatch):
     gpu.check(summary_cuda.summarize(x), x, "all but one NaN")
 
 
+def test_copied_on_the_way_and_put_together_with_others_later(monkeypatch):
+    monkeypatch.setattr(summary_cuda, "_MAX_TILES_OF_ONE", 1)
+    monkeypatch.setattr(summary_cuda, "_NUM_PROGRAMS", 2)
+    for kind in ("normal", "not finite"):
+        gpu.check_copies("cpu", (1, 512, 3 * 512 + 100, 4 * 512 + 8), (kind,))
+
+
+def test_memory_for_shares_is_enough_for_whatever_values_fill_a_buffer():
+    for size in (1, 511, 512, 100_000, 2_000_000):
+        for element_size in (2, 4):
+            num_values = max((1 << 20) // (size * element_size), 1)
+            num_programs = min(-(-size // 512), 2048)
+            needed = num_values * (9 * num_programs + 1)
+            assert needed <= summary_cuda.max_shares(num_values * size * element_size, num_values)
+
+
 def test_indices_of_more_than_32_bits(monkeypatch):
     monkeypatch.setattr(summary_cuda, "_MAX_INT32", 1000)
     check((1500,), "normal")

@@ -290,7 +290,7 @@ def test_or_it_is_counted_and_the_training_goes_on(make_engine):
     engine.saver.paths.manifest_path(0).mkdir()
     engine.submit(torch.zeros(3), observation("c"), 3)
     engine.drain()
-    assert engine.num_missing == 1 and "rank00000.jsonl" in str(engine.first_missing)
+    assert engine.counts.num_missing == 1 and "rank00000.jsonl" in str(engine.counts.first_missing)
     assert not list(engine.saver.paths.run_dir.glob("*.pt"))
 
 
@@ -314,11 +314,12 @@ def test_a_writing_process_that_is_killed_is_an_error_that_names_it(make_engine)
     engine = make_engine()
     if not engine.stager.arena.is_shared:
         pytest.skip("threads are not killed one by one")
-    process = engine._writers._process
+    process = engine._writers.children[0].process
     process.kill()
     process.wait()
     with pytest.raises(CaptureError, match=f"pid {process.pid}.* has ended by itself, with exit status -9"):
-        engine.submit(torch.zeros(3), observation(), 1)
+        for number in (1, 2):
+            engine.submit(torch.zeros(3), observation(), number)
         engine.drain()
     engine.close()
 
@@ -333,15 +334,15 @@ def test_a_writing_process_ends_when_the_one_it_writes_for_is_killed(tmp_path):
         "from qcollect.worker.saver import Saver\n"
         f"saver = Saver(Path({str(tmp_path / 'run')!r}), run_id='r')\n"
         "engine = CaptureEngine(saver, EngineSettings(), device=torch.device('cpu'), in_process=False)\n"
-        "print(engine._writers._process.pid, flush=True)\n"
+        "print(*(child.process.pid for child in engine._writers.children), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    pid = int(started.stdout)
     deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    for pid in map(int, started.stdout.split()):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -155,7 +155,7 @@ def consumers_of(x):
         gemm=Gemm.FPROP,
         seeds=(0, 0, 0, "fc"),
     )
-    return [use.describe(use.num_saturated().to(torch.float64))]
+    return [use.describe(use.num_saturated())]
 
 
 def test_numbers_from_the_device_are_whole_in_the_metadata_of_their_own_capture(make_engine):

@@ -178,7 +178,7 @@ def test_every_micro_batch_and_iteration_is_taken(train, tmp_path):
     keys = by_key(tmp_path / "run").keys()
     assert {(k.iteration, k.micro_batch) for k in keys} == {(i, m) for i in (0, 2) for m in range(3)}
     assert len({k.sample_idx for k in keys}) == 6
-    assert run.sink.num_written == len(keys)
+    assert run.sink.counts.num_written == len(keys)
     hashes = {c.metadata["token_hash"] for c in qcollect.open_run(tmp_path / "run")}
     assert len(hashes) == 6
 
@@ -187,7 +187,7 @@ def test_q_k_and_v_share_the_measurement_of_their_input(train, tmp_path, monkeyp
     from qcollect.worker import statistics
 
     measured = []
-    monkeypatch.setattr(statistics, "summarize", lambda x, out: measured.append(x) or out.zero_())
+    monkeypatch.setattr(statistics, "summarize", lambda x, out, _: measured.append(x) or out.zero_())
     train(tmp_path / "run", "mxfp8", mode="stats", values="original", tensor_names="input", num_iterations=1)
     assert len(qcollect.open_run(tmp_path / "run")) == 14
     assert len(measured) == 2 * 4
@@ -374,7 +374,7 @@ def test_a_resumed_run_keeps_its_lines_and_adds_the_others(plan, stats_recipe, t
     torn = content[num_kept][:20] if num_kept < len(content) else b""
     path.write_bytes(b"".join(content[:num_kept]) + torn)
     run = train_planned()
-    assert (run.num_captured, run.sink.num_written) == (len(before), len(before) - num_kept)
+    assert (run.num_captured, run.sink.counts.num_written) == (len(before), len(before) - num_kept)
     after = path.read_bytes().splitlines(keepends=True)
     assert after[:num_kept] == content[:num_kept]
     assert sorted(map(json.dumps, without_time(path))) == sorted(map(json.dumps, before))

@@ -1,0 +1,59 @@
+"""What kernels have counted of many tensors, put together later by one launch: on a host that is busy each costs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Finish = Callable[[Tensor, Tensor], None]
+
+_NUM_VIEWS = 4096
+
+
+class PendingShares:
+    """Memory of a device in which programs of kernels leave their shares of what is counted until ``finish``.
+
+    All on one stream, on which it is finished, too.
+
+    Args:
+        finish: launches the kernel that puts them together, with the memory and a row of facts for each tensor.
+        num_numbers: of the memory, in float64 numbers.
+    """
+
+    def __init__(self, finish: Finish, device: torch.device, num_numbers: int) -> None:
+        self._finish = finish
+        self._memory = torch.empty(num_numbers, dtype=torch.float64, device=device)
+        self._rows: list[tuple[int, ...]] = []
+        self._end = 0
+        self._views: dict[tuple[int, int], Tensor] = {}  # the same ones in every iteration
+
+    def take(self, num_numbers: int, out: Tensor, *facts: int) -> Tensor:
+        """Memory for a tensor's shares; what waits is finished first, if there is no more room.
+
+        Args:
+            out: float64, contiguous, at a multiple of 16 bytes, where the result is to be; on the memory's device.
+            facts: what the row says, after where shares and result are.
+        """
+        size = num_numbers + num_numbers % 2  # kernels want starts at multiples of 16 bytes
+        if self._end + size > self._memory.numel():
+            self.finish()
+            if size > self._memory.numel():
+                self._memory, self._views = self._memory.new_empty(size), {}
+        start, self._end = self._end, self._end + size
+        view = self._views.get((start, num_numbers))
+        if view is None:
+            if len(self._views) >= _NUM_VIEWS:
+                self._views.clear()
+            view = self._views[start, num_numbers] = self._memory[start : start + num_numbers]
+        self._rows.append((start, (out.data_ptr() - self._memory.data_ptr()) // 8, *facts))
+        return view
+
+    def finish(self) -> None:
+        """Have the results put where they are to be."""
+        if not self._rows:
+            return
+        is_cuda = self._memory.device.type == "cuda"
+        rows = torch.tensor(self._rows, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._rows.clear()
+        self._end = 0
+        self._finish(self._memory, rows.to(self._memory.device, non_blocking=True))

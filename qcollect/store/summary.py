@@ -4,8 +4,9 @@
     ...                                   # copied to the CPU whenever that suits
     describe(summary, shape=..., ...)     # tensor_info
 
-CUDA tensors of float32, bfloat16 and float16 go through a Triton kernel (``summary_cuda``), those on a CPU through
-chunks that stay in its cache (``summary_cpu``), everything else through steps of plain torch.
+CUDA tensors of float32, bfloat16 and float16 go through a Triton kernel (``summary_cuda``), those on a CPU through a
+compiled function (``summary_compiled``) or, without a compiler, chunks that stay in its cache (``summary_cpu``),
+everything else through steps of plain torch.
 """
 
 import math
@@ -18,7 +19,7 @@ from torch import Tensor
 from qcollect.formats.catalog import E2M1
 from qcollect.formats.codes import decode, unpack
 from qcollect.formats.pending import PendingShares
-from qcollect.store import summary_cpu, summary_cuda
+from qcollect.store import summary_compiled, summary_cpu, summary_cuda
 
 FIELDS = (
     "num_finite", "num_nan", "num_inf", "num_zero", "min", "max", "mean", "squared_deviations", "min_nonzero_abs",
@@ -57,7 +58,8 @@ def summarize(tensor: Tensor, out: Tensor | None = None, pending: PendingShares 
         return summary_cuda.summarize(_flat(tensor), out, pending=pending)
     flat = _flat(tensor.detach())
     if flat.device.type == "cpu":
-        summary = torch.tensor(summary_cpu.summarize(flat), dtype=torch.float64, device="cpu")
+        numbers = summary_compiled.summarize(flat) or summary_cpu.summarize(flat)
+        summary = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     else:
         summary = _summarize_in_steps(flat)
     return summary if out is None else out.copy_(summary)

@@ -20,6 +20,7 @@ from qcollect.plan.schedule import Cut, Schedule
 from qcollect.plan.stop import StopCause, request_stop
 from qcollect.plan.trigger import TriggerEvent
 from qcollect.recipe.records import TriggerSpec
+from qcollect.store.summary_compiled import prepare as prepare_summary
 from qcollect.vocab import RankInfo
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.frame import Frame, Moment, Wanted, want_key
@@ -139,6 +140,7 @@ class Collector:
         parameter = next(self.model.parameters(), None)
         if parameter is not None and parameter.device.type == "cpu":
             self.settings.policy.prepare(parameter.dtype)
+            prepare_summary()
         if not self.is_complete and self.settings.enabled:
             self.sink.open(torch.device("cpu") if parameter is None else parameter.device)
         self._taps = install(self.model, self.settings.policy, lambda: self.frame, lambda: self._moment)

@@ -1,4 +1,6 @@
-"""Summaries on the CPU: by chunks, and by the steps that other devices take, against numpy in float64."""
+"""Summaries on the CPU against numpy in float64: compiled where there is a compiler, by chunks where there is none, and
+by the steps that other devices take.
+"""
 
 import importlib.util
 import math
@@ -27,6 +29,10 @@ quick = settings(max_examples=100, deadline=None, derandomize=True)
 by_steps = summary_module._summarize_in_steps
 
 
+def by_chunks(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(summary_cpu.summarize(summary_module._flat(x.detach())), dtype=torch.float64)
+
+
 def described(numbers: Any) -> dict[str, Any]:
     facts = {"shape": (2, 3), "dtype": torch.bfloat16, "device": torch.device("cpu")}
     return describe(numbers, **facts, requires_grad=True, is_leaf=False)
@@ -37,35 +43,39 @@ def described(numbers: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", gpu.DTYPES, ids=str)
 def test_summary_is_that_of_float64(dtype, size, kind):
     x = gpu.special(size, dtype, kind)
-    first, second = summarize(x), summarize(x)
-    gpu.check(first, x, "by chunks")
-    assert torch.equal(first, second)
+    for way in (summarize, by_chunks):
+        first, second = way(x), way(x)
+        gpu.check(first, x, way.__name__)
+        assert torch.equal(first, second)
     gpu.check(by_steps(x), x, "by steps")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_bit_pattern_of_two_bytes(dtype):
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
-    gpu.check(summarize(x), x, str(dtype))
-    for part in (x[:1], x[1:2], x[32767:32769], x[100:300], x[40000:50000]):
+    for part in (x, x[:1], x[1:2], x[32767:32769], x[100:300], x[40000:50000]):
         gpu.check(summarize(part), part, str(dtype))
+        gpu.check(by_chunks(part), part, f"{dtype}, by chunks")
 
 
 @quick
 @given(st.lists(st.floats(width=32), max_size=40), st.sampled_from(gpu.DTYPES))
 def test_any_values(values, dtype):
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
-    gpu.check(summarize(x), x, "by chunks")
+    gpu.check(summarize(x), x, "summarize")
+    gpu.check(by_chunks(x), x, "by chunks")
     gpu.check(by_steps(x), x, "by steps")
 
 
 def test_layouts_and_other_dtypes():
     for what, x in gpu.layouts("cpu"):
         gpu.check(summarize(x), x, what)
+        gpu.check(by_chunks(x), x, f"{what}, by chunks")
         gpu.check(by_steps(x.detach().resolve_neg().flatten()), x, f"{what}, by steps")
 
 
-def test_spread_around_a_large_mean_is_right():
+@pytest.mark.parametrize("summarize", [summarize, by_chunks])
+def test_spread_around_a_large_mean_is_right(summarize):
     x = 1000.0 + 0.01 * torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     std = x.double().std(correction=0).item()
     assert described(summarize(x))["std"] == pytest.approx(std, rel=1e-10)
@@ -73,7 +83,8 @@ def test_spread_around_a_large_mean_is_right():
     assert described(summarize(offset))["std"] == pytest.approx(math.sqrt(128 / 3), rel=1e-12)
 
 
-def test_equal_values_have_no_spread():
+@pytest.mark.parametrize("summarize", [summarize, by_chunks])
+def test_equal_values_have_no_spread(summarize):
     info = described(summarize(torch.full((100_000,), 0.1)))
     assert (info["std"], info["mean"], info["rms"]) == (0.0, info["max"], info["max"])
 
@@ -133,6 +144,7 @@ def test_no_team_of_threads_is_started():
             x[7] = math.nan
             before = len(os.listdir("/proc/self/task"))
             summarize(x)
+            by_chunks(x)
             found.append(len(os.listdir("/proc/self/task")) - before)
 
     num_threads = torch.get_num_threads()

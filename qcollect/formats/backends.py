@@ -12,7 +12,7 @@ from qcollect.formats import compiled, triton_launch
 from qcollect.formats.eager import Choices
 from qcollect.formats.error_stats import ErrorStats, Totals
 from qcollect.formats.records import ScaleRule, TensorScale
-from qcollect.formats.scales import tensor_amax, tensor_encode
+from qcollect.formats.scales import power_of_two_scale, tensor_amax, tensor_encode
 
 
 class Run(Protocol):
@@ -60,11 +60,46 @@ def run_with_stats(
     return out, stats
 
 
-def measure(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> Tensor | None:
-    """As ``run_with_stats``, without histograms; the totals go to ``totals``."""
+def run_and_count(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> Tensor | None:
+    """The values of ``x``, as those of ``run_with_stats``; the totals go to ``totals``. None: not possible."""
     if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
         return None
-    return triton_launch.measure(x, choices, encode, totals)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    triton_launch.run_and_count(x, out, choices, encode, totals)
+    return out
+
+
+def run_both_and_count(
+    x: Tensor,
+    pair: tuple[Choices, Choices],
+    encodes: tuple[Tensor | None, Tensor | None],
+    totals: tuple[Totals, Totals],
+) -> tuple[Tensor, Tensor] | None:
+    """``run_and_count`` along axis 1 and along axis 0, by one launch; None where that is not possible.
+
+    Args:
+        totals: whose results come later (``Totals.pending``).
+    """
+    if x.device.type == "cpu" or not triton_launch.supports_both_stats(x, *pair):
+        return None
+    outs = (torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    triton_launch.run_both_and_count(x, outs, pair, encodes, totals)
+    return outs
+
+
+def count(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> bool:
+    """The totals of ``run_with_stats`` to ``totals``; whether that is possible."""
+    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
+        return False
+    triton_launch.count(x, choices, encode, totals)
+    return True
+
+
+def prepare_count(x: Tensor, choices: Choices, *, with_values: bool) -> triton_launch.PreparedCount | None:
+    """``run_and_count`` or ``count`` for tensors like ``x``, many times; None where that is not possible."""
+    if x.device.type == "cpu" or not triton_launch.supports(x, choices):
+        return None
+    return triton_launch.PreparedCount(x, choices, with_values=with_values)
 
 
 def count_limited(x: Tensor, choices: Choices, encode: Tensor | None) -> Tensor | None:
@@ -81,11 +116,15 @@ def find_amax(x: Tensor, tensor_scale: TensorScale) -> Tensor:
     return tensor_amax(x, tensor_scale)
 
 
-def find_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule) -> Tensor:
-    """``scales.tensor_encode`` of the abs max of ``x``."""
+def find_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule | None) -> Tensor:
+    """What the abs max of ``x`` has the whole tensor multiplied with, 0-dim float32; a bound needs a rule."""
     if _has_kernels(x):
         return triton_launch.encode(x, tensor_scale, rule)
-    return tensor_encode(tensor_amax(x, tensor_scale), tensor_scale, rule)
+    amax = tensor_amax(x, tensor_scale)
+    if tensor_scale.target is not None:
+        return power_of_two_scale(amax, tensor_scale.target).reciprocal()
+    assert rule is not None
+    return tensor_encode(amax, tensor_scale, rule)
 
 
 def _has_kernels(x: Tensor) -> bool:

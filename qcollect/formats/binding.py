@@ -13,6 +13,7 @@ from qcollect.formats import backends
 from qcollect.formats.eager import Choices, Scaled, limit_values, restore_values, round_values, scale_values
 from qcollect.formats.error_stats import ErrorStats, Totals, measure
 from qcollect.formats.quantized import Quantized, ScaleCodes, block_scale_codes, make_codes, scale_codes
+from qcollect.formats.triton_launch import PreparedCount
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen: that takes three times as long to make
@@ -95,7 +96,7 @@ class Binding:
         """The totals of ``with_stats`` and nothing else; those of nothing are zero."""
         if self.is_trivial:
             totals.numbers.zero_()
-        elif backends.measure(self.source, self.choices, self.encode, totals) is None:
+        elif not backends.count(self.source, self.choices, self.encode, totals):
             totals.numbers.copy_(self.with_stats(histograms=False)[1].totals)
 
     def measured_values(self, totals: Totals) -> Tensor:
@@ -104,12 +105,12 @@ class Binding:
         if element is None or self.is_trivial:
             totals.numbers.zero_()
             return self.values()
-        found = backends.measure(self.source, self.choices, self.encode, totals)
+        found = backends.run_and_count(self.source, self.choices, self.encode, totals)
         if found is None:
             values, stats = self.with_stats(histograms=False)
             totals.numbers.copy_(stats.totals)
             return values
-        return self.values() if element.is_cast else found.view(self.x.shape).to(self.x.dtype)
+        return self.values() if element.is_cast else self._as_given(found)
 
     def measured_operand(self, totals: Totals) -> Tensor:
         """``operand``, and ``measure``: in one pass, unless the type has a scale that an operand leaves out."""
@@ -117,6 +118,14 @@ class Binding:
             return self.measured_values(totals)
         self.measure(totals)
         return self.operand()
+
+    def prepare_count(self, *, with_values: bool) -> PreparedCount | None:
+        """``measured_values`` or ``measure`` of tensors like ``x``, contiguous ones; None where each is different."""
+        if self.is_trivial or self.source is not self.x or self.encode is not None:
+            return None
+        if self.choices.rounding == "stochastic":
+            return None
+        return backends.prepare_count(self.x, self.choices, with_values=with_values)
 
     def _values(self, out: Tensor | None, *, with_tensor_scale: bool) -> Tensor:
         x, source = self.x, self.source
@@ -131,8 +140,12 @@ class Binding:
         values = torch.empty(source.shape, dtype=source.dtype, device=x.device) if out is None or not is_own else out
         run(source, values, self.choices, self.encode, with_tensor_scale=with_tensor_scale)
         if out is None:
-            return values.view(x.shape).to(x.dtype)
+            return self._as_given(values)
         return out if is_own else out.copy_(values.view(x.shape))
+
+    def _as_given(self, values: Tensor) -> Tensor:
+        """Values of ``source`` in the shape and dtype of ``x``."""
+        return values if self.source is self.x and self.x.dim() else values.view(self.x.shape).to(self.x.dtype)
 
     def _rounded(self) -> Scaled:
         scaled = scale_values(self.source, self.choices, self.encode)
@@ -166,6 +179,18 @@ def values_of_both(last: Binding, first: Binding, *, with_tensor_scale: bool = T
         if found is not None:
             return found
     return (last.values(), first.values()) if with_tensor_scale else (last.operand(), first.operand())
+
+
+def measured_both(last: Binding, first: Binding, totals: tuple[Totals, Totals]) -> tuple[Tensor, Tensor] | None:
+    """``measured_operand`` of two bindings of one tensor, along axis 1 and along axis 0, by one launch; None: by two.
+
+    Args:
+        totals: whose results come later (``Totals.pending``).
+    """
+    pair = (last, first)
+    if any(b.source is not b.x or b.is_trivial or b.choices.quant_type.has_tensor_scale for b in pair):
+        return None
+    return backends.run_both_and_count(last.x, (last.choices, first.choices), (last.encode, first.encode), totals)
 
 
 def _overlaps(out: Tensor, x: Tensor) -> bool:

@@ -31,7 +31,8 @@ class PendingShares:
         """Memory for a tensor's shares; what waits is finished first, if there is no more room.
 
         Args:
-            out: float64, contiguous, at a multiple of 16 bytes, where the result is to be; on the memory's device.
+            out: float64, contiguous, at a multiple of 16 bytes, where the result is to be; on the memory's device, and
+                kept until then.
             facts: what the row says, after where shares and result are.
         """
         size = num_numbers + num_numbers % 2  # kernels want starts at multiples of 16 bytes

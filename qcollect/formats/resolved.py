@@ -306,9 +306,7 @@ class Quantizer:
         tensor_scale = self.quant_type.tensor_scale
         if tensor_scale is None or source.numel() == 0:
             return None
-        if tensor_scale.is_inherent and self.scale_rule is not None:
-            return backends.find_encode(source, tensor_scale, self.scale_rule)
-        return self._encode(backends.find_amax(source, tensor_scale))
+        return backends.find_encode(source, tensor_scale, self.scale_rule)
 
     def _encode(self, amax: Tensor) -> Tensor | None:
         tensor_scale = self.quant_type.tensor_scale

@@ -60,6 +60,10 @@ _TILE_SIZES = {
     ("stats", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
     ("stats", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
     ("stats", True, 4): TileSize(elements=2048, num_warps=2),
+    ("counts", False, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
+    ("counts", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
+    ("counts", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
+    ("counts", True, 4): TileSize(elements=2048, num_warps=2),
     ("histograms", False, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", False, 4): TileSize(elements=512, num_warps=1),
     ("histograms", True, 2): TileSize(elements=1024, num_warps=1),
@@ -90,6 +94,7 @@ _plans: dict[tuple[object, ...], _Plan] = {}
 # answers, and what their keys name by identity, kept alive
 _answers: dict[tuple[object, ...], tuple[bool, tuple[object, ...]]] = {}
 _finish_plans: dict[tuple[object, ...], _Plan] = {}
+_joined_plans: dict[tuple[object, ...], _Plan] = {}
 _amax_plans: dict[tuple[object, ...], tuple[_Plan, _Plan]] = {}
 
 
@@ -113,6 +118,13 @@ def supports_both(x: Tensor, last: Choices, first: Choices) -> bool:
     if last.quant_type.micro_exponents or first.quant_type.micro_exponents:
         return False
     return power_of_two_above(rows) * power_of_two_above(width) <= _MAX_BLOCK_ELEMENTS
+
+
+def supports_both_stats(x: Tensor, last: Choices, first: Choices) -> bool:
+    """Whether ``run_both_and_count`` can do it: both by programs of as many threads."""
+    if x.dim() != 2 or not (supports(x, last) and supports(x, first)):
+        return False
+    return _plan(x, last, False, True, "stats").num_warps == _plan(x, first, False, True, "stats").num_warps
 
 
 def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool) -> None:
@@ -176,30 +188,102 @@ def run_with_stats(
     )
 
 
-def measure(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> Tensor:
-    """``x`` quantized and dequantized, in a tensor of its own; what that does to it goes to ``totals``.
+def run_and_count(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> None:
+    """``run``, the tensor's scale included; what that does to the tensor goes to ``totals``.
 
     Args:
         choices: ones that ``supports_stats`` takes.
     """
     x = _dense(x)
-    out = torch.empty_like(x)
     _count(x, out, choices, encode, _plan(x, choices, encode is not None, True, "stats"), totals.numbers, totals)
-    return out
+
+
+def run_both_and_count(
+    x: Tensor,
+    outs: tuple[Tensor, Tensor],
+    pair: tuple[Choices, Choices],
+    encodes: tuple[Tensor | None, Tensor | None],
+    totals: tuple[Totals, Totals],
+) -> None:
+    """``run_and_count`` along axis 1 and along axis 0, by one launch.
+
+    Args:
+        x: two dimensions; the rest in this order.
+        totals: whose results come later (``Totals.pending``).
+    """
+    x = _dense(x)
+    last, first = (
+        _plan(x, choices, encode is not None, True, "stats") for choices, encode in zip(pair, encodes, strict=True)
+    )
+    shares = [_take(plan, each) for plan, each in zip((last, first), totals, strict=True)]
+    used = [x if encode is None else encode for encode in encodes]
+    _launch(
+        "quantize_both_stats_kernel", _join(last, first), (x, *outs, *used, *shares), (*_seed(pair[0]), *_seed(pair[1]))
+    )
+
+
+def count(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> None:
+    """``run_and_count`` without the values."""
+    x = _dense(x)
+    _count(x, x, choices, encode, _plan(x, choices, encode is not None, True, "counts"), totals.numbers, totals)
+
+
+class PreparedCount:
+    """``run_and_count``, or ``count``, for tensors of one shape, dtype and device, many times: all else is found once.
+
+    Args:
+        x: such a tensor.
+        choices: ones that ``supports`` takes, without stochastic rounding.
+        with_values: whether the values are written, too.
+    """
+
+    def __init__(self, x: Tensor, choices: Choices, *, with_values: bool) -> None:
+        self._plan = plan = _plan(x, choices, False, True, "stats" if with_values else "counts")
+        self._num_numbers = _SHARE_SIZE * plan.num_programs
+        self._seed = _seed(choices)
+        self._numbers = (*self._seed, *plan.numbers)
+        self._index = x.device.index
+        self._compiled: Any = None
+
+    def __call__(self, x: Tensor, out: Tensor, totals: Tensor, pending: PendingShares) -> None:
+        """Counts.
+
+        Args:
+            x: contiguous; no factor of the whole tensor takes part.
+            out: for the values; ``x`` where none are written.
+            totals: as ``Totals.numbers``.
+        """
+        plan = self._plan
+        shares = pending.take(self._num_numbers, totals, plan.num_programs, plan.has_blocks)
+        address, out_address, shares_address = x.data_ptr(), out.data_ptr(), shares.data_ptr()
+        if self._compiled is None or (address | out_address) % 16 or self._index != torch.cuda.current_device():
+            _launch("quantize_stats_kernel", plan, (x, out, x, shares, totals), self._seed)
+            self._compiled = _compiled.get(("quantize_stats_kernel", id(plan), self._index, None))
+            return
+        run, function, metadata, stream_of = self._compiled
+        run(
+            plan.num_programs, 1, 1, stream_of(self._index), function, metadata, None, None, None,
+            address, out_address, address, shares_address, shares_address, *self._numbers,
+        )  # fmt: skip
 
 
 def _count(
     x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, plan: "_Plan", bins: Tensor, totals: Totals
 ) -> None:
-    pending, numbers = totals.pending, totals.numbers
-    if pending is None:
+    if totals.pending is None:
         shares = torch.empty(_SHARE_SIZE * plan.num_programs, dtype=torch.float64, device=x.device)
     else:
-        shares = pending.take(_SHARE_SIZE * plan.num_programs, numbers, plan.num_programs, plan.has_blocks)
+        shares = _take(plan, totals)
     tensors = (x, out, x if encode is None else encode, shares, bins)
     _launch("quantize_stats_kernel", plan, tensors, _seed(choices))
-    if pending is None:
-        _launch("finish_stats_kernel", _finish_plan(plan), (shares, numbers), ())
+    if totals.pending is None:
+        _launch("finish_stats_kernel", _finish_plan(plan), (shares, totals.numbers), ())
+
+
+def _take(plan: "_Plan", totals: Totals) -> Tensor:
+    """Memory for the shares of a plan's programs, which are put together later."""
+    assert totals.pending is not None
+    return totals.pending.take(_SHARE_SIZE * plan.num_programs, totals.numbers, plan.num_programs, plan.has_blocks)
 
 
 def pending_stats(device: torch.device) -> PendingShares:
@@ -375,7 +459,12 @@ def _plan(x: Tensor, choices: Choices, has_encode: bool, with_tensor_scale: bool
         plan = _Plan(
             kept=(choices.quant_type, choices.source),
             num_programs=num_programs,
-            numbers=(*sizes, rule, geometry.tile, *((purpose == "histograms",) if is_counted else ())),
+            numbers=(
+                *sizes,
+                rule,
+                geometry.tile,
+                *((purpose == "histograms", purpose != "counts") if is_counted else ()),
+            ),
             num_warps=size.num_warps,
             max_registers=size.max_registers,
             has_blocks=rule.has_blocks,
@@ -407,6 +496,24 @@ def _plan_both(
         )
         _remember(_plans, key, plan)
     return plan
+
+
+def _join(last: _Plan, first: _Plan) -> _Plan:
+    """Both plans by one launch."""
+    key = (id(last), id(first))
+    found = _joined_plans.get(key)
+    if found is None:
+        *last_sizes, last_rule, last_tile, _, _ = last.numbers
+        *first_sizes, first_rule, first_tile, _, _ = first.numbers
+        found = _Plan(
+            kept=(last, first),
+            num_programs=last.num_programs + first.num_programs,
+            numbers=(last.num_programs, *last_sizes, *first_sizes, last_rule, last_tile, first_rule, first_tile),
+            num_warps=last.num_warps,
+            max_registers=last.max_registers or first.max_registers,
+        )
+        _remember(_joined_plans, key, found)
+    return found
 
 
 def _finish_plan(plan: _Plan) -> _Plan:
@@ -442,7 +549,7 @@ def _sizes(geometry: Geometry) -> tuple[int, ...]:
 def _remember(found: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object) -> None:
     """Keeps a plan or a compiled kernel; no key of the latter outlives the plan that it names."""
     if len(found) >= _MAX_PLANS:
-        for kept in (_compiled, _plans, _amax_plans, _finish_plans, _answers):
+        for kept in (_compiled, _plans, _amax_plans, _finish_plans, _joined_plans, _answers):
             kept.clear()
     found[key] = value
 

@@ -77,18 +77,85 @@ def quantize_stats_kernel(
     RULE: tl.constexpr,
     TILE: tl.constexpr,
     HISTOGRAMS: tl.constexpr,
+    WRITES: tl.constexpr,
 ):
+    """``_quantize_and_count`` of a tensor."""
+    _quantize_and_count(
+        x_ptr, out_ptr, encode_ptr, shares_ptr, bins_ptr, tl.program_id(0), tl.num_programs(0), seed_low, seed_high,
+        num_rows, num_columns, row_blocks, column_blocks, num_bands, num_tiles, RULE, TILE, HISTOGRAMS, WRITES,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seed_low", "seed_high", "first_seed_low", "first_seed_high", "num_last",
+        "row_blocks", "num_bands", "num_tiles", "first_row_blocks", "first_num_bands", "first_num_tiles",
+    ]
+)  # fmt: skip
+def quantize_both_stats_kernel(
+    x_ptr,
+    last_ptr,
+    first_ptr,
+    last_encode_ptr,
+    first_encode_ptr,
+    last_shares_ptr,
+    first_shares_ptr,
+    seed_low,
+    seed_high,
+    first_seed_low,
+    first_seed_high,
+    num_last,
+    num_rows,
+    num_columns,
+    row_blocks,
+    column_blocks,
+    num_bands,
+    num_tiles,
+    first_num_rows,
+    first_num_columns,
+    first_row_blocks,
+    first_column_blocks,
+    first_num_bands,
+    first_num_tiles,
+    LAST: tl.constexpr,
+    LAST_TILE: tl.constexpr,
+    FIRST: tl.constexpr,
+    FIRST_TILE: tl.constexpr,
+):
+    """``_quantize_and_count`` of a tensor along its last axis, by the first programs, and along its first axis."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    if program < num_last:
+        _quantize_and_count(
+            x_ptr, last_ptr, last_encode_ptr, last_shares_ptr, last_shares_ptr, program, num_last,
+            seed_low, seed_high, num_rows, num_columns, row_blocks, column_blocks, num_bands, num_tiles,
+            LAST, LAST_TILE, False, True,
+        )  # fmt: skip
+    else:
+        _quantize_and_count(
+            x_ptr, first_ptr, first_encode_ptr, first_shares_ptr, first_shares_ptr,
+            program - num_last, num_programs - num_last, first_seed_low, first_seed_high,
+            first_num_rows, first_num_columns, first_row_blocks, first_column_blocks, first_num_bands, first_num_tiles,
+            FIRST, FIRST_TILE, False, True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_and_count(
+    x_ptr, out_ptr, encode_ptr, shares_ptr, bins_ptr, program, num_programs, seed_low, seed_high,
+    num_rows, num_columns, row_blocks, column_blocks, num_bands, num_tiles,
+    RULE: tl.constexpr, TILE: tl.constexpr, HISTOGRAMS: tl.constexpr, WRITES: tl.constexpr,
+):  # fmt: skip
     """Every so many tiles a program: values quantized and dequantized, and the program's share of the statistics.
 
     What is summed neither overflows, nor does anything underflow that is not below the last bit: far from 1, squares
     are taken in units of a block's own largest power of two.
 
     Args:
+        out_ptr: of the values, with ``WRITES``.
         shares_ptr: (2, programs) float64: sums of squares, of squared errors; then (6, programs) of four bytes: the
             largest error in float32, and as int32 the zeroed, clamped, clamped blocks, NaN, Inf.
         bins_ptr: (2, 256) int64, added to: exponents of elements, codes of scales.
     """
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
     tensor_encode = 1.0
     if RULE.has_encode:
         tensor_encode = tl.load(encode_ptr)
@@ -152,7 +219,8 @@ def quantize_stats_kernel(
                     beyond = is_greater(round_short(maxima, scales, RULE, PAIRS), limit, PAIRS)
                     clamped_blocks += _count_blocks(beyond, TILE)
                     rounded = limited
-                store(out_ptr, places, exists, signed_short(rounded, words, RULE, PAIRS), TILE)
+                if WRITES:
+                    store(out_ptr, places, exists, signed_short(rounded, words, RULE, PAIRS), TILE)
                 error = magnitudes_of(subtract(rounded, magnitudes, PAIRS), PAIRS)
                 squares += _folded_squares(magnitudes, TILE)
                 squared_errors += _folded_squares(error, TILE)
@@ -212,7 +280,8 @@ def quantize_stats_kernel(
                 amax = over_blocks(x_bits, TILE.padded_rows, TILE.padded_width)
                 y, is_limited, scale = quantize_tile(x, amax, places, tensor_encode, seed_low, seed_high, RULE)
                 y_words = words_of(y, x_ptr.dtype.element_ty, TILE)
-                store(out_ptr, places, exists, y_words, TILE)
+                if WRITES:
+                    store(out_ptr, places, exists, y_words, TILE)
                 y = values_of(y_words, TILE)
                 if RULE.has_blocks:
                     is_limited = is_limited & (scale == scale)

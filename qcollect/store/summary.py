@@ -47,22 +47,22 @@ def summarize(tensor: Tensor, out: Tensor | None = None, pending: PendingShares 
     Returns:
         On the tensor's device (the CPU if that has no float64).
     """
-    if out is not None and not (tensor.numel() and summary_cuda.supports(tensor)):
+    if tensor.numel() and summary_cuda.supports(tensor):
+        return summary_cuda.summarize(_flat(tensor), out, pending=pending)
+    if out is not None:
         return out.copy_(summarize(tensor))
     if tensor.dtype == _PACKED:
         codes = tensor.detach().contiguous().view(torch.uint8).reshape(-1)
-        tensor = decode(unpack(codes, 0, 2 * codes.numel()), E2M1)
+        return summarize(decode(unpack(codes, 0, 2 * codes.numel()), E2M1))
     if tensor.device.type in _WITHOUT_FLOAT64:
         tensor = tensor.cpu()
-    if tensor.numel() and summary_cuda.supports(tensor):
-        return summary_cuda.summarize(_flat(tensor), out, pending=pending)
     flat = _flat(tensor.detach())
     if flat.device.type == "cpu":
         numbers = summary_compiled.summarize(flat) or summary_cpu.summarize(flat)
         summary = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     else:
         summary = _summarize_in_steps(flat)
-    return summary if out is None else out.copy_(summary)
+    return summary
 
 
 def describe(

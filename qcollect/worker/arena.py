@@ -35,7 +35,9 @@ class Memory:
         self.key = os.memfd_create("qcollect") if is_shared else -next(self._keys)
         if is_shared:
             os.ftruncate(self.key, num_bytes)
-        self.map = mmap.mmap(self.key if is_shared else -1, num_bytes)
+            self.map = mmap.mmap(self.key, num_bytes)
+        else:
+            self.map = _map_alone(num_bytes)
         self._local[self.key] = self
 
     def __del__(self) -> None:
@@ -76,6 +78,13 @@ class Piece(NamedTuple):
     def open(self, maps: "Maps") -> torch.Tensor:
         """The tensor itself."""
         return _tensor(maps(*self.memory), self.shape, self.dtype, self.offset)
+
+
+def _map_alone(num_bytes: int) -> mmap.mmap:
+    """Memory of this process alone: the system finds its pages sooner than those of memory that could be shared."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, num_bytes)
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def can_share() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qcollect.formats.binding import Binding, values_of_both
+from qcollect.formats.binding import Binding, measured_both, values_of_both
 from qcollect.formats.error_stats import Totals
 from qcollect.formats.quantizer import prepare
 from qcollect.formats.random import seed_of
@@ -225,6 +225,14 @@ class Use:
             Operand(values=like(self.original, along_last), factor=self._factor()),
             Operand(values=like(self.original, along_first), factor=first._factor()),
         )
+
+    def measured_with(self, first: "Use", totals: tuple[Totals, Totals]) -> tuple[Operand, Operand] | None:
+        """``operands_with``, and what it does to the original is counted; None where that takes two passes."""
+        found = measured_both(self.binding, first.binding, totals)
+        if found is None:
+            return None
+        last_operand, first_operand = (Operand(values=like(self.original, local)) for local in found)
+        return last_operand, first_operand
 
     def _factor(self) -> torch.Tensor | None:
         return self.quantizer.scale_of(self.amax) if self.quantizer.quant_type.has_tensor_scale else None

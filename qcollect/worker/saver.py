@@ -81,7 +81,9 @@ def plain_value(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach()
     if value.layout != torch.strided:
         value = value.to_dense()
-    return value.resolve_conj().resolve_neg()
+    # asked first: that takes less time than having nothing to do
+    value = value.resolve_conj() if value.is_conj() else value
+    return value.resolve_neg() if value.is_neg() else value
 
 
 class Source(NamedTuple):

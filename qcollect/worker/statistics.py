@@ -29,7 +29,7 @@ from qcollect.formats.error_stats import NUM_TOTALS, Totals
 from qcollect.formats.pending import PendingShares
 from qcollect.formats.resolved import Quantizer
 from qcollect.formats.scope import is_distributed
-from qcollect.formats.triton_launch import pending_stats
+from qcollect.formats.triton_launch import PreparedCount, pending_stats
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.recipe.conflicts import of_type
 from qcollect.recipe.records import QuantSpec
@@ -37,6 +37,8 @@ from qcollect.store.files import LineFile
 from qcollect.store.manifest import ManifestRecord
 from qcollect.store.summary import FIELDS, summarize
 from qcollect.store.summary_cuda import pending_summaries
+from qcollect.store.summary_cuda import summarize as summarize_flat
+from qcollect.store.summary_cuda import supports as has_kernel
 from qcollect.vocab import CaptureKey, Gemm, LayerType
 from qcollect.worker.counts import Counts
 from qcollect.worker.engine import EngineSettings
@@ -104,12 +106,16 @@ class _Table:
 class _Pending(NamedTuple):
     """Of one stream: what is measured there, and put into its rows a hundred at a time."""
 
-    summaries: PendingShares
-    totals: PendingShares
+    summaries: PendingShares | None
+    totals: PendingShares | None
 
     def finish(self) -> None:
-        self.summaries.finish()
-        self.totals.finish()
+        for shares in self:
+            if shares is not None:
+                shares.finish()
+
+
+_AT_ONCE = _Pending(None, None)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -122,7 +128,7 @@ class _Batch:
         expected: of a resumed run, what is listed already and must come out the same.
         records: template, rows, place in ``amaxes``, seed.
         known: rows by what they are the measurement of, while that memory is alive.
-        streams: on which something was measured.
+        streams: on which something was measured, and what waits there.
     """
 
     iteration: int
@@ -134,7 +140,7 @@ class _Batch:
     records: list[tuple[LineTemplate, tuple[int, ...], int | None, int | None]] = field(default_factory=list)
     amaxes: list[torch.Tensor] = field(default_factory=list)
     known: dict[Hashable, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    streams: set[int] = field(default_factory=set)
+    streams: dict[int, _Pending] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
 
     def row(self) -> int:
@@ -156,7 +162,35 @@ class _Site:
     """An operand of a gemm, of one shape: its lines, and the types it is measured under beside its own."""
 
     template: LineTemplate
-    shadows: tuple[Quantizer, ...]
+    own: PreparedCount | None
+    shadows: tuple[tuple[Quantizer, PreparedCount | None], ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorSite:
+    """A tensor of one kind: its lines, and whether kernels count it as it is."""
+
+    template: LineTemplate
+    layout: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    has_kernel: bool
+
+    def fits(self, tensor: torch.Tensor, layout: str) -> bool:
+        return (
+            self.shape == tensor.shape
+            and self.dtype is tensor.dtype
+            and self.requires_grad == tensor.requires_grad
+            and self.is_leaf == tensor.is_leaf
+            and self.device == tensor.device
+            and self.layout == layout
+        )
 
 
 class StatisticsSink:
@@ -195,8 +229,10 @@ class StatisticsSink:
             1 if c.gemm is None else 1 + len(shadows.get((c.layer_type, c.tensor_name, c.gemm), ())) for c in captures
         )
         self._templates: list[LineTemplate] = []
-        self._tensor_templates: dict[Hashable, LineTemplate] = {}
+        self._tensor_sites: dict[Hashable, _TensorSite] = {}
+        self._last_tensor_sites: dict[int, _TensorSite] = {}  # by planned capture, which the schedule keeps
         self._sites: dict[Hashable, _Site] = {}
+        self._last_sites: dict[int, _Site] = {}
         self._open: dict[int, tuple[Frame, _Batch]] = {}
         self._pool: WriterPool[_Batch] | None = None
         self._error: Exception | None = None
@@ -249,7 +285,7 @@ class StatisticsSink:
         )
         self._open[id(frame)] = frame, batch
         if self._stream is not None:
-            batch.streams.add(torch.cuda.current_stream(self._device).cuda_stream)
+            self._pending_of(batch)  # the stream that has made the tokens
 
     def forget(self) -> None:
         """Nothing: a micro-batch knows its own."""
@@ -283,74 +319,114 @@ class StatisticsSink:
     def take(self, claim: Claim, tensor: torch.Tensor, consumers: Sequence[dict[str, Any]]) -> None:
         frame, batch = self._open[id(claim.frame)]
         local = local_of(tensor)
-        template = self._tensor_template(claim, tensor, local)
-        value = plain_value(local)
+        site = self._tensor_site(claim, tensor, local)
+        has_kernel = site.has_kernel and local.is_contiguous() and not local.is_neg()
+        value = local if has_kernel else plain_value(local)
         identity = identity_of(value) if claim.planned.tensor_name in _SHARED else None
         row, is_new = (batch.row(), True) if identity is None else batch.find(identity, value)
         if is_new:
             out = batch.table.summaries[row]
             # in the order of a file's bytes, whatever the strides: the same numbers added up in the same order
-            value = value if value.is_contiguous() else value.contiguous()
-            if value.device == self._device:
-                pending = self._pending_of(batch)
-                summarize(value, out, None if pending is None else pending.summaries)
+            value = value if has_kernel or value.is_contiguous() else value.contiguous()
+            if has_kernel:
+                summarize_flat(value, out, pending=self._pending_of(batch).summaries)
+            elif value.device == self._device:
+                summarize(value, out, self._pending_of(batch).summaries)
             else:
                 out.copy_(summarize(value))
-        self._record(frame, batch, (template, (row,), None, None))
+        self._record(frame, batch, (site.template, (row,), None, None))
 
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         frame, batch = self._open[id(claim.frame)]
-        planned, x = claim.planned, use.binding.x
-        site = self._operand_site(claim, use)
-        identity = identity_of(x) if planned.tensor_name in _SHARED else None
+        x, site = use.binding.x, self._operand_site(claim, use)
+        identity = identity_of(x) if claim.planned.tensor_name in _SHARED else None
         rows = []
         if use.quantizer.is_identity:
             consumed = quantize(use)
         else:
             row, is_new = _place(batch, use.quantizer, identity, x)
             rows.append(row)
-            consumed = self._measured(batch, row, x.device, partial(quantize, use)) if is_new else quantize(use)
-        for quantizer in site.shadows:
-            row, is_new = _place(batch, quantizer, identity, x)
-            rows.append(row)
-            if is_new:
-                self._measured(batch, row, x.device, use.under(quantizer).measure)
-        amax_place = None
-        if use.amax is not None:
-            amax_place = len(batch.amaxes)
-            batch.amaxes.append(use.amax)
-        self._record(frame, batch, (site.template, tuple(rows), amax_place, use.seed))
+            if not is_new:
+                consumed = quantize(use)
+            elif site.own is not None and x.is_contiguous() and (pending := self._pending_of(batch).totals) is not None:
+                values = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                site.own(x, values, batch.table.totals[row].numbers, pending)
+                consumed = Operand(values=values)
+            else:
+                consumed = self._measured(batch, row, x.device, partial(quantize, use))
+        self._record_use(frame, batch, site, use, rows, identity)
         return consumed
 
     def consume_both(self, claims: tuple[Claim | None, Claim | None], uses: tuple[Use, Use]) -> tuple[Operand, Operand]:
-        # no kernel counts along both axes: two passes, each with its statistics
+        if claims[0] is not None and claims[1] is not None:
+            found = self._consume_at_once((claims[0], claims[1]), uses)
+            if found is not None:
+                return found
         last, first = (
             use.operand() if claim is None else self.consume(claim, use, Use.operand)
             for claim, use in zip(claims, uses, strict=True)
         )
         return last, first
 
+    def _consume_at_once(self, claims: tuple[Claim, Claim], uses: tuple[Use, Use]) -> tuple[Operand, Operand] | None:
+        """By one launch, where that can be: nothing of one matrix is measured for another module, too."""
+        frame, batch = self._open[id(claims[0].frame)]
+        pending = self._pending_of(batch).totals
+        if pending is None or uses[0].binding.x.device != self._device or claims[0].planned.tensor_name in _SHARED:
+            return None
+        rows = batch.num_rows, batch.num_rows + 1
+        totals = batch.table.totals[rows[0]], batch.table.totals[rows[1]]
+        totals[0].pending = totals[1].pending = pending
+        found = uses[0].measured_with(uses[1], totals)
+        if found is None:
+            return None
+        batch.num_rows += 2
+        for claim, use, row in zip(claims, uses, rows, strict=True):
+            self._record_use(frame, batch, self._operand_site(claim, use), use, [row], None)
+        return found
+
+    def _record_use(
+        self, frame: Frame, batch: _Batch, site: _Site, use: Use, rows: list[int], identity: Hashable | None
+    ) -> None:
+        """Measure an operand under the further types, too; ``rows`` has its own."""
+        x = use.binding.x
+        for quantizer, prepared in site.shadows:
+            row, is_new = _place(batch, quantizer, identity, x)
+            rows.append(row)
+            if not is_new:
+                continue
+            if prepared is not None and x.is_contiguous() and (pending := self._pending_of(batch).totals) is not None:
+                prepared(x, x, batch.table.totals[row].numbers, pending)
+            else:
+                self._measured(batch, row, x.device, use.under(quantizer).measure)
+        amax_place = None
+        if use.amax is not None:
+            amax_place = len(batch.amaxes)
+            batch.amaxes.append(use.amax)
+        self._record(frame, batch, (site.template, tuple(rows), amax_place, use.seed))
+
     def _measured(self, batch: _Batch, row: int, device: torch.device, measure: Callable[[Totals], Any]) -> Any:
         out = batch.table.totals[row]
         if device == self._device:
-            pending = self._pending_of(batch)
-            out.pending = None if pending is None else pending.totals
+            out.pending = self._pending_of(batch).totals
             return measure(out)
         own = Totals(torch.empty(NUM_TOTALS, dtype=torch.float64, device=device))
         found = measure(own)
         out.numbers.copy_(own.numbers)
         return found
 
-    def _pending_of(self, batch: _Batch) -> _Pending | None:
+    def _pending_of(self, batch: _Batch) -> _Pending:
         """That of the current stream, on which something of a micro-batch is measured."""
         if self._stream is None:
-            return None
+            return _AT_ONCE
         raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # at a tenth of the time
-        batch.streams.add(raw)
-        pending = self._pending.get(raw)
+        pending = batch.streams.get(raw)
         if pending is None:
-            pending = _Pending(pending_summaries(self._device), pending_stats(self._device))
-            self._pending[raw] = pending
+            pending = self._pending.get(raw)
+            if pending is None:
+                pending = _Pending(pending_summaries(self._device), pending_stats(self._device))
+                self._pending[raw] = pending
+            batch.streams[raw] = pending
         return pending
 
     def _record(
@@ -366,20 +442,35 @@ class StatisticsSink:
 
     # ---- templates -----------------------------------------------------------------------------
 
-    def _tensor_template(self, claim: Claim, tensor: torch.Tensor, local: torch.Tensor) -> LineTemplate:
+    def _tensor_site(self, claim: Claim, tensor: torch.Tensor, local: torch.Tensor) -> _TensorSite:
+        last = self._last_tensor_sites.get(id(claim.planned))
+        if last is not None and last.fits(local, claim.token_layout) and not is_distributed(tensor):
+            return last
         sharding = describe_sharding(tensor) if is_distributed(tensor) else None
         key = (
             id(claim.planned), local.shape, local.dtype, local.device, local.requires_grad, local.is_leaf,
             claim.token_layout, None if sharding is None else str(sharding),
         )  # fmt: skip
-        template = self._tensor_templates.get(key)
-        if template is None:
+        site = self._tensor_sites.get(key)
+        if site is None:
             metadata = self._metadata(claim, sharding)
             info = _describe(local, requires_grad=local.requires_grad, is_leaf=local.is_leaf)
-            template = self._tensor_templates[key] = self._make_template(
+            template = self._make_template(
                 text=tensor_text(metadata, info), want=want_key(claim.planned), num_elements=local.numel()
             )
-        return template
+            site = self._tensor_sites[key] = _TensorSite(
+                template=template,
+                layout=claim.token_layout,
+                shape=local.shape,
+                dtype=local.dtype,
+                device=local.device,
+                requires_grad=local.requires_grad,
+                is_leaf=local.is_leaf,
+                has_kernel=local.numel() > 0 and local.device == self._device and has_kernel(local),
+            )
+        if sharding is None:
+            self._last_tensor_sites[id(claim.planned)] = site
+        return site
 
     def _make_template(self, **fields: Any) -> LineTemplate:
         template = LineTemplate(number=len(self._templates), **fields)
@@ -388,6 +479,10 @@ class StatisticsSink:
 
     def _operand_site(self, claim: Claim, use: Use) -> "_Site":
         x = use.binding.x
+        is_plain = not is_distributed(use.original)
+        last = self._last_sites.get(id(claim.planned)) if is_plain else None
+        if last is not None and last.shape == x.shape and last.dtype is x.dtype and last.device == x.device:
+            return last
         sharding = describe_sharding(use.original) if is_distributed(use.original) else None
         key = (
             id(claim.planned), x.shape, x.dtype, x.device, claim.token_layout,
@@ -396,6 +491,8 @@ class StatisticsSink:
         site = self._sites.get(key)
         if site is None:
             site = self._sites[key] = self._make_site(claim, use, sharding)
+        if is_plain:
+            self._last_sites[id(claim.planned)] = site
         return site
 
     def _make_site(self, claim: Claim, use: Use, sharding: dict[str, Any] | None) -> "_Site":
@@ -406,7 +503,11 @@ class StatisticsSink:
         names = (*own, *(name for name, _ in others))
         consumer = use.describe(torch.zeros((), dtype=torch.int64))
         metadata = self._metadata(claim, sharding, consumers=[consumer])
+        is_here = x.device == self._device and sharding is None
         return _Site(
+            shape=x.shape,
+            dtype=x.dtype,
+            device=x.device,
             template=self._make_template(
                 text=operand_text(metadata, consumer, _describe(x, requires_grad=False, is_leaf=True), names),
                 want=want_key(planned),
@@ -415,7 +516,8 @@ class StatisticsSink:
                 is_quantized=bool(own),
                 quantizer=None if use.amax is None else quantizer,
             ),
-            shadows=tuple(shadow for _, shadow in others),
+            own=use.binding.prepare_count(with_values=True) if is_here else None,
+            shadows=tuple((q, use.under(q).prepare_count(with_values=False) if is_here else None) for _, q in others),
         )
 
     def _metadata(
@@ -460,11 +562,10 @@ class StatisticsSink:
     def _send(self, batch: _Batch, stream: torch.cuda.Stream) -> None:
         """Copies to the host, behind everything that was measured."""
         with torch.cuda.device(self._device):
-            for raw in batch.streams:
+            for raw, pending in batch.streams.items():
                 source = _stream_of(raw, self._device)
-                if raw in self._pending:
-                    with torch.cuda.stream(source):
-                        self._pending[raw].finish()
+                with torch.cuda.stream(source):
+                    pending.finish()
                 stream.wait_stream(source)
             with torch.cuda.stream(stream):
                 table, num_rows = batch.table, batch.num_rows

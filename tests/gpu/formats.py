@@ -359,7 +359,7 @@ def counted_tensors(device: str) -> Iterator[tuple[str, tuple[int, ...], int, to
 def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
     """Counts exactly, sums to a part in a million; the same bits a second time, and put together with others' later."""
     done = 0
-    pending, waiting = triton_launch.pending_stats(torch.device(device)), []
+    pending, waiting, kept = triton_launch.pending_stats(torch.device(device)), [], []
     for num, (name, shape, axis, dtype, kind) in enumerate(counted_tensors(device)):
         if num % num_parts != part:
             continue
@@ -387,10 +387,38 @@ def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
                 assert is_right, f"{key} of {name} {shape} axis {axis} {dtype} {kind}: {found[key]} instead of {value}"
         count = int(triton_launch.count_limited(x.to(device), choices, found_encode))
         assert count == expected["num_clamped"], f"{name} {shape} axis {axis} {dtype} {kind}: {count} are clamped"
-        totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
-        out = triton_launch.measure(x.to(device), choices, found_encode, Totals(totals, pending))
+        out = torch.full(shape, 777.0, dtype=dtype, device=device)
+        for with_values in (True, False):
+            totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
+            if with_values:
+                triton_launch.run_and_count(x.to(device), out, choices, found_encode, Totals(totals, pending))
+            else:
+                triton_launch.count(x.to(device), choices, found_encode, Totals(totals, pending))
+            waiting.append((totals, [alone[key] for key in TOTALS]))
         assert num_different(out, reference(x, choices, encode)) == 0
-        waiting.append((totals, [alone[key] for key in TOTALS]))
+        if encode is None:
+            there = x.to(device).contiguous()
+            for with_values in (True, False):
+                prepared = triton_launch.PreparedCount(there, choices, with_values=with_values)
+                for _ in range(2):  # compiled, and found
+                    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
+                    out = torch.full(shape, 777.0, dtype=dtype, device=device)
+                    prepared(there, out if with_values else there, totals, pending)
+                    waiting.append((totals, [alone[key] for key in TOTALS]))
+                assert not with_values or num_different(out, reference(x, choices, encode)) == 0
+        if x.dim() == 2 and shape[0] >= 33 and triton_launch.supports_both_stats(x.to(device), choices, choices):
+            first = make_choices(QUANT_TYPES[name], x, 0)
+            last = make_choices(QUANT_TYPES[name], x, 1)
+            outs = (torch.full_like(out, 777.0), torch.full_like(out, 777.0))
+            found_totals = [torch.empty(NUM_TOTALS, dtype=torch.float64, device=device) for _ in range(2)]
+            triton_launch.run_both_and_count(
+                x.to(device), outs, (last, first), (found_encode, found_encode),
+                (Totals(found_totals[0], pending), Totals(found_totals[1], pending)),
+            )  # fmt: skip
+            kept.append(found_totals)
+            waiting.append((found_totals[1 - axis], [alone[key] for key in TOTALS]))
+            for y, other in zip(outs, (last, first), strict=True):
+                assert num_different(y, reference(x, other, encode)) == 0
         done += 1
     pending.finish()
     for totals, expected_totals in waiting:

@@ -125,7 +125,7 @@ def test_what_a_cast_does_to_all_numbers_of_its_own_dtype_is_counted(name: str) 
     choices = gpu.make_choices(QUANT_TYPES[name], x)
     assert triton_launch.supports_stats(x, choices)
     totals = torch.empty(NUM_TOTALS, dtype=torch.float64)
-    triton_launch.measure(x, choices, None, Totals(totals))
+    triton_launch.count(x, choices, None, Totals(totals))
     expected = Quantizer.create(name).bind(x).with_stats(histograms=False)[1].totals.tolist()
     assert totals[0].item() == pytest.approx(expected[0], rel=1e-6)
     assert totals[1:].tolist() == expected[1:]

@@ -6,6 +6,7 @@ dictionaries: what a kernel is compiled with is worked out once for every shape 
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ _STATS_GROUP = 32
 _SHARE_SIZE = 5  # of a program, in float64 numbers
 _MAX_PLANS = 4096
 _PENDING_NUMBERS = 1 << 20
-_NUM_ZEROS = 256
+_NUM_ZEROS, _MIN_ZEROS = 256, 16  # numbers made at once, and how often they serve at least
 _PAIRS_CAPABILITY = (9, 0)
 # By purpose, whether blocks have several rows, and bytes of an element: the fastest of those tried with 8192 x 8192
 # elements on an H200. A single warp keeps the maxima of blocks along another axis than the last inside it.
@@ -178,7 +179,7 @@ def run_with_stats(
     x = _dense(x)
     plan = _plan(x, choices, encode is not None, with_tensor_scale, "histograms" if histograms else "stats")
     totals = Totals(torch.empty(NUM_TOTALS, dtype=torch.float64, device=x.device))
-    bins = torch.zeros((2, NUM_BINS), dtype=torch.int64, device=x.device) if histograms else totals.numbers
+    bins = _zeroed((2, NUM_BINS), x.device) if histograms else totals.numbers
     _count(x, out, choices, encode, plan, bins, totals)
     return ErrorStats(
         num_elements=x.numel(),
@@ -302,25 +303,27 @@ def count_limited(x: Tensor, choices: Choices, encode: Tensor | None) -> Tensor:
         x, choices: ones that ``supports_stats`` takes.
     """
     x = _dense(x)
-    count = _zero(x.device)
+    count = _zeroed((), x.device)
     plan = _plan(x, choices, encode is not None, True, "plain")
     _launch("count_limited_kernel", plan, (x, x if encode is None else encode, count), _seed(choices))
     return count
 
 
-_zeros: dict[tuple[int, int], list[Tensor]] = {}
+_zeros: dict[tuple[int, int, tuple[int, ...]], list[Tensor]] = {}
 
 
-def _zero(device: torch.device) -> Tensor:
-    """A 0-dim int64 tensor that is zero on the current stream, at a fraction of what making one costs."""
+def _zeroed(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Zeros (int64) on the current stream, at a multiple of 16 bytes, at a fraction of what making them costs."""
     is_cuda = device.type == "cuda"
-    if is_cuda and torch.cuda.is_current_stream_capturing():  # a graph that runs again needs one that it makes itself
-        return torch.zeros((), dtype=torch.int64, device=device)
+    if is_cuda and torch.cuda.is_current_stream_capturing():  # a graph that runs again needs some that it makes itself
+        return torch.zeros(shape, dtype=torch.int64, device=device)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if is_cuda else 0
-    ready = _zeros.setdefault((device.index, stream), [])
+    ready = _zeros.setdefault((device.index, stream, shape), [])
     if not ready:
-        # every other one, so that each is at a multiple of 16 bytes
-        ready += torch.zeros(2 * _NUM_ZEROS, dtype=torch.int64, device=device)[::2].unbind()
+        size = math.prod(shape)
+        num, padded = max(_NUM_ZEROS // size, _MIN_ZEROS), size + size % 2
+        zeros = torch.zeros(num * padded, dtype=torch.int64, device=device).view(num, padded)
+        ready += [row[:size].view(shape) for row in zeros.unbind()]
     return ready.pop()
 
 

@@ -1,0 +1,129 @@
+"""Captures of tensors on one CUDA device, in what the other scripts here leave out: forms of storage, FSDP1, triggers.
+
+python tests/gpu/situations.py                 about half a minute
+python tests/gpu/situations.py --device cpu    only to try the script
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("RANK", "0")
+
+import torch
+import torch.distributed as dist
+
+import qcollect
+from qcollect.recipe.load import load_recipe
+from qcollect.store.index import Capture
+from qcollect.worker.model import build_model
+
+NUM_CAPTURES = 600  # of two iterations, originals and quantized copies
+
+
+def train(
+    device: str, out_dir: Path, wrap: Callable[[Any], Any] = lambda model: model, **settings: Any
+) -> dict[Any, Capture]:
+    """What two steps from the same weights on the same tokens leave, by key."""
+    torch.manual_seed(0)
+    model = wrap(build_model(load_recipe("tiny").model, device=device, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, 256, (2, 96), generator=torch.Generator().manual_seed(1)).to(device)
+    settings = {"target": NUM_CAPTURES, "iterations": [0, 1], "num_iterations": 2, "values": "both"} | settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with qcollect.collect(model, "mxfp8", out_dir, **settings) as run:
+            for iteration in range(4):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.step(loss=float("nan") if iteration == 1 else float(loss)):
+                    break
+    return {capture.key: capture for capture in qcollect.open_run(out_dir)}
+
+
+def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    words = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.view(words), b.view(words))
+
+
+def check_storage(device: str, folder: Path, name: str, **settings: Any) -> str:
+    """The tensors of a run that stores them as they are, bit for bit, with the same statistics."""
+    plain = train(device, folder / f"{name}-plain")
+    found = train(device, folder / name, **settings)
+    assert found.keys() == plain.keys(), (len(found), len(plain))
+    for key, capture in found.items():
+        assert not differ(capture.load(), plain[key].load()), key
+        assert capture.tensor_info == plain[key].tensor_info, key
+    kinds = sorted({str(capture.metadata["storage"]) for capture in found.values()})
+    sizes = [sum(path.stat().st_size for path in (folder / n).glob("*.pt")) for n in (name, f"{name}-plain")]
+    return f"{len(found)} captures, {', '.join(kinds)}, {sizes[0] / sizes[1]:.2f} of the bytes"
+
+
+def check_fsdp1(device: str, folder: Path) -> str:
+    """Of one rank: the tensors of the same training without it, whole weights included."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        wrapped = train(
+            device, folder / "fsdp1", lambda model: FullyShardedDataParallel(model, use_orig_params=True), target=300,
+            iterations=[0],
+        )  # fmt: skip
+    finally:
+        dist.destroy_process_group()
+    plain = train(device, folder / "fsdp1-plain", target=300, iterations=[0])
+    assert wrapped.keys() == plain.keys(), sorted(map(str, wrapped.keys() ^ plain.keys()))[:4]
+    for key, capture in wrapped.items():
+        assert not differ(capture.load(), plain[key].load()), key
+    return f"{len(wrapped)} captures"
+
+
+def check_trigger(device: str, folder: Path) -> str:
+    """Captures begin with the iteration after a NaN."""
+    found = train(device, folder / "trigger", target=100, iterations=None, num_iterations=4, trigger=["nan"])
+    assert len(found) == 100 and {key.iteration for key in found} == {2}, {key.iteration for key in found}
+    (event,) = {str(capture.metadata["trigger"]) for capture in found.values()}
+    return f"{len(found)} captures, {event}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device = parser.parse_args().device
+    if device == "cuda" and not torch.cuda.is_available():
+        print("SKIP: torch sees no CUDA device")
+        return 77
+    torch.use_deterministic_algorithms(True)
+    print(torch.cuda.get_device_name() if device == "cuda" else "cpu", torch.__version__)
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="qcollect-situations-") as name:
+        folder = Path(name)
+        checks: dict[str, Callable[[], str]] = {
+            "codes": lambda: check_storage(device, folder, "codes", storage="codes"),
+            "scales beside values": lambda: check_storage(device, folder, "scales", scales=True),
+            "dedupe": lambda: check_storage(device, folder, "dedupe", dedupe=True),
+            "FSDP1": lambda: check_fsdp1(device, folder),
+            "trigger": lambda: check_trigger(device, folder),
+        }
+        for title, check in checks.items():
+            try:
+                print(f"ok    {title}: {check()}", flush=True)
+            except Exception as error:
+                failed += 1
+                print(f"FAIL  {title}: {type(error).__name__}: {error}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -406,7 +406,8 @@ def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
                     prepared(there, out if with_values else there, totals, pending)
                     waiting.append((totals, [alone[key] for key in TOTALS]))
                 assert not with_values or num_different(out, reference(x, choices, encode)) == 0
-        if x.dim() == 2 and shape[0] >= 33 and triton_launch.supports_both_stats(x.to(device), choices, choices):
+        # large kernels, hence not for every tensor
+        if num % 4 == 0 and x.dim() == 2 and triton_launch.supports_both_stats(x.to(device), choices, choices):
             first = make_choices(QUANT_TYPES[name], x, 0)
             last = make_choices(QUANT_TYPES[name], x, 1)
             outs = (torch.full_like(out, 777.0), torch.full_like(out, 777.0))

@@ -30,7 +30,7 @@ def prepare(choices: Choices, dtype: torch.dtype, *, has_encode: bool) -> tuple[
 
 def find_run(x: Tensor, choices: Choices, encode: Tensor | None) -> Run | None:
     """The fastest way for ``x`` (not empty); None: plain torch."""
-    if x.device.type == "cpu":
+    if _is_on_cpu(x):
         return compiled.run if compiled.supports(x, choices, has_encode=encode is not None) else None
     return triton_launch.run if triton_launch.supports(x, choices) else None
 
@@ -39,7 +39,7 @@ def run_both(
     x: Tensor, last: Choices, first: Choices, encodes: tuple[Tensor | None, Tensor | None], *, with_tensor_scale: bool
 ) -> tuple[Tensor, Tensor] | None:
     """``x`` (two dimensions) with blocks along axis 1 and along axis 0, read once; None where that is not possible."""
-    if x.device.type == "cpu" or not triton_launch.supports_both(x, last, first):
+    if _is_on_cpu(x) or not triton_launch.supports_both(x, last, first):
         return None
     along_last, along_first = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     triton_launch.run_both(x, along_last, along_first, last, first, *encodes, with_tensor_scale=with_tensor_scale)
@@ -53,7 +53,7 @@ def run_with_stats(
 
     The values of a cast may differ from torch's own in the bits of a NaN.
     """
-    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
+    if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     stats = triton_launch.run_with_stats(x, out, choices, encode, with_tensor_scale=True, histograms=histograms)
@@ -62,7 +62,7 @@ def run_with_stats(
 
 def run_and_count(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> Tensor | None:
     """The values of ``x``, as those of ``run_with_stats``; the totals go to ``totals``. None: not possible."""
-    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
+    if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     triton_launch.run_and_count(x, out, choices, encode, totals)
@@ -80,7 +80,7 @@ def run_both_and_count(
     Args:
         totals: whose results come later (``Totals.pending``).
     """
-    if x.device.type == "cpu" or not triton_launch.supports_both_stats(x, *pair):
+    if _is_on_cpu(x) or not triton_launch.supports_both_stats(x, *pair):
         return None
     outs = (torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device))
     triton_launch.run_both_and_count(x, outs, pair, encodes, totals)
@@ -89,7 +89,7 @@ def run_both_and_count(
 
 def count(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) -> bool:
     """The totals of ``run_with_stats`` to ``totals``; whether that is possible."""
-    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
+    if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return False
     triton_launch.count(x, choices, encode, totals)
     return True
@@ -97,14 +97,14 @@ def count(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) ->
 
 def prepare_count(x: Tensor, choices: Choices, *, with_values: bool) -> triton_launch.PreparedCount | None:
     """``run_and_count`` or ``count`` for tensors like ``x``, many times; None where that is not possible."""
-    if x.device.type == "cpu" or not triton_launch.supports(x, choices):
+    if _is_on_cpu(x) or not triton_launch.supports(x, choices):
         return None
     return triton_launch.PreparedCount(x, choices, with_values=with_values)
 
 
 def count_limited(x: Tensor, choices: Choices, encode: Tensor | None) -> Tensor | None:
     """How many elements of ``x`` (not empty) are clamped, 0-dim int64; None: by plain torch."""
-    if x.device.type == "cpu" or not triton_launch.supports_stats(x, choices):
+    if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return None
     return triton_launch.count_limited(x, choices, encode)
 
@@ -125,6 +125,10 @@ def find_encode(x: Tensor, tensor_scale: TensorScale, rule: ScaleRule | None) ->
         return power_of_two_scale(amax, tensor_scale.target).reciprocal()
     assert rule is not None
     return tensor_encode(amax, tensor_scale, rule)
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -24,11 +24,11 @@ from qcollect.vocab import LayerType, RankInfo
 from qcollect.worker.claim import claim_directory
 from qcollect.worker.collector import Collector, CollectorSettings, refuse_compiled, seat
 from qcollect.worker.engine import EngineSettings
+from qcollect.worker.measured_sites import shadows_of
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import find_modules, named_modules, unwrap
 from qcollect.worker.state import detect_rank
-from qcollect.worker.statistics import shadows_of
 from qcollect.worker.unserved import describe_unserved, find_unserved
 from qcollect.worker.vote import make_vote_group
 

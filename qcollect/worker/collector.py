@@ -24,6 +24,7 @@ from qcollect.store.summary_compiled import prepare as prepare_summary
 from qcollect.vocab import RankInfo
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.frame import Frame, Moment, Wanted, want_key
+from qcollect.worker.measured_sites import Shadows
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
@@ -35,7 +36,7 @@ from qcollect.worker.sites import Taps, install, unwrap
 from qcollect.worker.staging import held_bytes
 from qcollect.worker.start import Start
 from qcollect.worker.state import STATE
-from qcollect.worker.statistics import Shadows, StatisticsSink
+from qcollect.worker.statistics import StatisticsSink
 from qcollect.worker.tensors import TensorSink
 from qcollect.worker.vote import Ballot, Vote
 

@@ -15,182 +15,48 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcollect.errors import CaptureError
 from qcollect.formats.error_stats import NUM_TOTALS, Totals
-from qcollect.formats.pending import PendingShares
 from qcollect.formats.resolved import Quantizer
-from qcollect.formats.scope import is_distributed
-from qcollect.formats.triton_launch import PreparedCount, pending_stats
+from qcollect.formats.triton_launch import pending_stats
 from qcollect.plan.schedule import PlannedCapture
-from qcollect.recipe.conflicts import of_type
-from qcollect.recipe.records import QuantSpec
 from qcollect.store.files import LineFile
 from qcollect.store.manifest import ManifestRecord
-from qcollect.store.summary import FIELDS, summarize
+from qcollect.store.summary import summarize
 from qcollect.store.summary_cuda import pending_summaries
 from qcollect.store.summary_cuda import summarize as summarize_flat
-from qcollect.store.summary_cuda import supports as has_kernel
-from qcollect.vocab import CaptureKey, Gemm, LayerType
+from qcollect.vocab import CaptureKey, Gemm
 from qcollect.worker.counts import Counts
 from qcollect.worker.engine import EngineSettings
-from qcollect.worker.frame import Claim, Frame, WantKey, want_key
+from qcollect.worker.frame import Claim, Frame, WantKey
 from qcollect.worker.gemm import Operand
 from qcollect.worker.lines import (
-    NOT_STORED,
-    ROW_SIZE,
     LineTemplate,
     Measured,
     encode_moment,
-    operand_text,
-    tensor_text,
 )
-from qcollect.worker.policy import QuantPolicy, Use
+from qcollect.worker.measured_sites import MeasuredSites, OperandSite, Shadows
+from qcollect.worker.policy import Use
 from qcollect.worker.resume import Kept
-from qcollect.worker.saver import Saver, describe_capture, plain_value
-from qcollect.worker.sharding import describe_sharding, local_of
+from qcollect.worker.saver import Saver, plain_value
+from qcollect.worker.sharding import local_of
 from qcollect.worker.sink import Observer, hash_tokens
 from qcollect.worker.staging import identity_of
 from qcollect.worker.state import STATE
+from qcollect.worker.tables import AT_ONCE, Batch, Pending, Table
 from qcollect.worker.write_lines import Appended, LineProcess, append_lines
 from qcollect.worker.writers import WriterPool
 
 _MAX_QUEUED = 64  # micro-batches whose lines are to be written, until training waits
 _SHARED = frozenset({"input"})  # what several modules may read: q, k and v, gate and up
 _WITHOUT_FLOAT64 = ("mps",)
-
-Shadows = Mapping[tuple[LayerType, str, Gemm], tuple[tuple[str, Quantizer], ...]]
-
-
-def shadows_of(shadow: Sequence[str], quant: QuantSpec) -> Shadows:
-    """The further types an operand of a gemm is measured under, by name.
-
-    Raises:
-        FormatError: a type, rule or rounding that does not exist together.
-    """
-    found: dict[tuple[LayerType, str, Gemm], tuple[tuple[str, Quantizer], ...]] = {}
-    for name in shadow:
-        policy = QuantPolicy.from_spec(of_type(quant, name))
-        for layer_type in LayerType:
-            for (tensor_name, gemm), quantizer in policy.by_layer_type(layer_type).items():
-                place = (layer_type, tensor_name, gemm)
-                found[place] = (*found.get(place, ()), (quantizer.quant_type.name, quantizer))
-    return found
-
-
-class _Table:
-    """Rows for the measurements of one micro-batch.
-
-    Args:
-        num_rows: how many.
-        device: where they are measured.
-    """
-
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.numbers = torch.empty(num_rows, ROW_SIZE, dtype=torch.float64, device=device)
-        self.summaries = [row[: len(FIELDS)] for row in self.numbers.unbind()]
-        self.totals = [Totals(row[:NUM_TOTALS]) for row in self.numbers.unbind()]
-        is_cuda = device.type == "cuda"
-        self.host = torch.empty(self.numbers.shape, dtype=torch.float64, pin_memory=True) if is_cuda else self.numbers
-        self.host_amaxes = torch.empty(num_rows, dtype=torch.float32, pin_memory=is_cuda)
-
-
-class _Pending(NamedTuple):
-    """Of one stream: what is measured there, and put into its rows a hundred at a time."""
-
-    summaries: PendingShares | None
-    totals: PendingShares | None
-
-    def finish(self) -> None:
-        for shares in self:
-            if shares is not None:
-                shares.finish()
-
-
-_AT_ONCE = _Pending(None, None)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Batch:
-    """What was measured in one micro-batch.
-
-    Args:
-        moment: the metadata its records share.
-        tokens: its first input, in host memory when ``arrived`` has come.
-        expected: of a resumed run, what is listed already and must come out the same.
-        records: template, rows, place in ``amaxes``, seed.
-        known: rows by what they are the measurement of, while that memory is alive.
-        streams: on which something was measured, and what waits there.
-    """
-
-    iteration: int
-    table: _Table
-    moment: dict[str, Any]
-    tokens: torch.Tensor | None
-    expected: dict[WantKey, CaptureKey]
-    num_rows: int = 0
-    records: list[tuple[LineTemplate, tuple[int, ...], int | None, int | None]] = field(default_factory=list)
-    amaxes: list[torch.Tensor] = field(default_factory=list)
-    known: dict[Hashable, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    streams: dict[int, _Pending] = field(default_factory=dict)
-    arrived: torch.cuda.Event | None = None
-
-    def row(self) -> int:
-        self.num_rows += 1
-        return self.num_rows - 1
-
-    def find(self, what: Hashable, tensor: torch.Tensor) -> tuple[int, bool]:
-        """The row of a measurement, and whether it is still to be made; the same memory is measured once."""
-        found = self.known.get(what)
-        if found is not None and not found[0].expired():  # type: ignore[no-untyped-call]
-            return found[1], False
-        row = self.row()
-        self.known[what] = StorageWeakRef(tensor.untyped_storage()), row  # type: ignore[no-untyped-call]
-        return row, True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Site:
-    """An operand of a gemm, of one shape: its lines, and the types it is measured under beside its own."""
-
-    template: LineTemplate
-    own: PreparedCount | None
-    shadows: tuple[tuple[Quantizer, PreparedCount | None], ...]
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorSite:
-    """A tensor of one kind: its lines, and whether kernels count it as it is."""
-
-    template: LineTemplate
-    layout: str
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_leaf: bool
-    has_kernel: bool
-
-    def fits(self, tensor: torch.Tensor, layout: str) -> bool:
-        return (
-            self.shape == tensor.shape
-            and self.dtype is tensor.dtype
-            and self.requires_grad == tensor.requires_grad
-            and self.is_leaf == tensor.is_leaf
-            and self.device == tensor.device
-            and self.layout == layout
-        )
 
 
 class StatisticsSink:
@@ -220,7 +86,6 @@ class StatisticsSink:
         self.settings = settings
         self.observer = observer
         self.kept = kept
-        self.shadows = shadows
         self.on_written = on_written
         self.counts = Counts()
         self.waited_s = 0.0
@@ -228,20 +93,16 @@ class StatisticsSink:
         self._num_rows = sum(
             1 if c.gemm is None else 1 + len(shadows.get((c.layer_type, c.tensor_name, c.gemm), ())) for c in captures
         )
-        self._templates: list[LineTemplate] = []
-        self._tensor_sites: dict[Hashable, _TensorSite] = {}
-        self._last_tensor_sites: dict[int, _TensorSite] = {}  # by planned capture, which the schedule keeps
-        self._sites: dict[Hashable, _Site] = {}
-        self._last_sites: dict[int, _Site] = {}
-        self._open: dict[int, tuple[Frame, _Batch]] = {}
-        self._pool: WriterPool[_Batch] | None = None
+        self._sites = MeasuredSites(saver, observer, shadows)
+        self._open: dict[int, tuple[Frame, Batch]] = {}
+        self._pool: WriterPool[Batch] | None = None
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._device = torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None
         self._process: LineProcess | None = None  # where the interpreter is the training thread's
-        self._pending: dict[int, _Pending] = {}  # by stream
-        self._tables: SimpleQueue[_Table] = SimpleQueue()  # those that are free
+        self._pending: dict[int, Pending] = {}  # by stream
+        self._tables: SimpleQueue[Table] = SimpleQueue()  # those that are free
         self._num_queued = 0
         self._lock = threading.Lock()
         self._held: list[str] = []
@@ -259,7 +120,7 @@ class StatisticsSink:
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._process = LineProcess(self._manifest, goes_on=self.settings.on_error == "continue")
-        self._device = device
+        self._device = self._sites.device = device
         self._pool = WriterPool(1, self._write)
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:
@@ -276,7 +137,7 @@ class StatisticsSink:
             "token_hash": None,
             "save_time": self.saver.clock().strftime("%Y-%m-%d %H:%M:%S"),
         }
-        batch = _Batch(
+        batch = Batch(
             iteration=frame.iteration,
             table=self._take_table(),
             moment=moment,
@@ -319,7 +180,7 @@ class StatisticsSink:
     def take(self, claim: Claim, tensor: torch.Tensor, consumers: Sequence[dict[str, Any]]) -> None:
         frame, batch = self._open[id(claim.frame)]
         local = local_of(tensor)
-        site = self._tensor_site(claim, tensor, local)
+        site = self._sites.of_tensor(claim, tensor, local)
         has_kernel = site.has_kernel and local.is_contiguous() and not local.is_neg()
         value = local if has_kernel else plain_value(local)
         identity = identity_of(value) if claim.planned.tensor_name in _SHARED else None
@@ -338,7 +199,7 @@ class StatisticsSink:
 
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         frame, batch = self._open[id(claim.frame)]
-        x, site = use.binding.x, self._operand_site(claim, use)
+        x, site = use.binding.x, self._sites.of_operand(claim, use)
         identity = identity_of(x) if claim.planned.tensor_name in _SHARED else None
         rows = []
         if use.quantizer.is_identity:
@@ -382,11 +243,11 @@ class StatisticsSink:
             return None
         batch.num_rows += 2
         for claim, use, row in zip(claims, uses, rows, strict=True):
-            self._record_use(frame, batch, self._operand_site(claim, use), use, [row], None)
+            self._record_use(frame, batch, self._sites.of_operand(claim, use), use, [row], None)
         return found
 
     def _record_use(
-        self, frame: Frame, batch: _Batch, site: _Site, use: Use, rows: list[int], identity: Hashable | None
+        self, frame: Frame, batch: Batch, site: OperandSite, use: Use, rows: list[int], identity: Hashable | None
     ) -> None:
         """Measure an operand under the further types, too; ``rows`` has its own."""
         x = use.binding.x
@@ -405,7 +266,7 @@ class StatisticsSink:
             batch.amaxes.append(use.amax)
         self._record(frame, batch, (site.template, tuple(rows), amax_place, use.seed))
 
-    def _measured(self, batch: _Batch, row: int, device: torch.device, measure: Callable[[Totals], Any]) -> Any:
+    def _measured(self, batch: Batch, row: int, device: torch.device, measure: Callable[[Totals], Any]) -> Any:
         out = batch.table.totals[row]
         if device == self._device:
             out.pending = self._pending_of(batch).totals
@@ -415,16 +276,16 @@ class StatisticsSink:
         out.numbers.copy_(own.numbers)
         return found
 
-    def _pending_of(self, batch: _Batch) -> _Pending:
+    def _pending_of(self, batch: Batch) -> Pending:
         """That of the current stream, on which something of a micro-batch is measured."""
         if self._stream is None:
-            return _AT_ONCE
+            return AT_ONCE
         raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # at a tenth of the time
         pending = batch.streams.get(raw)
         if pending is None:
             pending = self._pending.get(raw)
             if pending is None:
-                pending = _Pending(pending_summaries(self._device), pending_stats(self._device))
+                pending = Pending(pending_summaries(self._device), pending_stats(self._device))
                 self._pending[raw] = pending
             batch.streams[raw] = pending
         return pending
@@ -432,7 +293,7 @@ class StatisticsSink:
     def _record(
         self,
         frame: Frame,
-        batch: _Batch,
+        batch: Batch,
         record: tuple[LineTemplate, tuple[int, ...], int | None, int | None],
     ) -> None:
         batch.records.append(record)
@@ -440,103 +301,16 @@ class StatisticsSink:
         if not frame.wanted:
             self._ship(frame, batch)
 
-    # ---- templates -----------------------------------------------------------------------------
-
-    def _tensor_site(self, claim: Claim, tensor: torch.Tensor, local: torch.Tensor) -> _TensorSite:
-        last = self._last_tensor_sites.get(id(claim.planned))
-        if last is not None and last.fits(local, claim.token_layout) and not is_distributed(tensor):
-            return last
-        sharding = describe_sharding(tensor) if is_distributed(tensor) else None
-        key = (
-            id(claim.planned), local.shape, local.dtype, local.device, local.requires_grad, local.is_leaf,
-            claim.token_layout, None if sharding is None else str(sharding),
-        )  # fmt: skip
-        site = self._tensor_sites.get(key)
-        if site is None:
-            metadata = self._metadata(claim, sharding)
-            info = _describe(local, requires_grad=local.requires_grad, is_leaf=local.is_leaf)
-            template = self._make_template(
-                text=tensor_text(metadata, info), want=want_key(claim.planned), num_elements=local.numel()
-            )
-            site = self._tensor_sites[key] = _TensorSite(
-                template=template,
-                layout=claim.token_layout,
-                shape=local.shape,
-                dtype=local.dtype,
-                device=local.device,
-                requires_grad=local.requires_grad,
-                is_leaf=local.is_leaf,
-                has_kernel=local.numel() > 0 and local.device == self._device and has_kernel(local),
-            )
-        if sharding is None:
-            self._last_tensor_sites[id(claim.planned)] = site
-        return site
-
-    def _make_template(self, **fields: Any) -> LineTemplate:
-        template = LineTemplate(number=len(self._templates), **fields)
-        self._templates.append(template)
-        return template
-
-    def _operand_site(self, claim: Claim, use: Use) -> "_Site":
-        x = use.binding.x
-        is_plain = not is_distributed(use.original)
-        last = self._last_sites.get(id(claim.planned)) if is_plain else None
-        if last is not None and last.shape == x.shape and last.dtype is x.dtype and last.device == x.device:
-            return last
-        sharding = describe_sharding(use.original) if is_distributed(use.original) else None
-        key = (
-            id(claim.planned), x.shape, x.dtype, x.device, claim.token_layout,
-            None if sharding is None else str(sharding),
-        )  # fmt: skip
-        site = self._sites.get(key)
-        if site is None:
-            site = self._sites[key] = self._make_site(claim, use, sharding)
-        if is_plain:
-            self._last_sites[id(claim.planned)] = site
-        return site
-
-    def _make_site(self, claim: Claim, use: Use, sharding: dict[str, Any] | None) -> "_Site":
-        x, planned, quantizer = use.binding.x, claim.planned, use.quantizer
-        own = () if quantizer.is_identity else (quantizer.quant_type.name,)
-        shadows = self.shadows.get((planned.layer_type, planned.tensor_name, use.gemm), ())
-        others = [(name, shadow) for name, shadow in shadows if name not in own]
-        names = (*own, *(name for name, _ in others))
-        consumer = use.describe(torch.zeros((), dtype=torch.int64))
-        metadata = self._metadata(claim, sharding, consumers=[consumer])
-        is_here = x.device == self._device and sharding is None
-        return _Site(
-            shape=x.shape,
-            dtype=x.dtype,
-            device=x.device,
-            template=self._make_template(
-                text=operand_text(metadata, consumer, _describe(x, requires_grad=False, is_leaf=True), names),
-                want=want_key(planned),
-                num_elements=x.numel(),
-                num_types=len(names),
-                is_quantized=bool(own),
-                quantizer=None if use.amax is None else quantizer,
-            ),
-            own=use.binding.prepare_count(with_values=True) if is_here else None,
-            shadows=tuple((q, use.under(q).prepare_count(with_values=False) if is_here else None) for _, q in others),
-        )
-
-    def _metadata(
-        self, claim: Claim, sharding: dict[str, Any] | None, consumers: Sequence[dict[str, Any]] = ()
-    ) -> dict[str, Any]:
-        seen = self.observer.observe(claim, sharding=sharding)
-        packed = {**NOT_STORED, "consumers": consumers}
-        return describe_capture(seen, self.saver.run_id, self.saver.device, self.saver.clock(), packed)
-
     # ---- from the table to the manifest --------------------------------------------------------
 
-    def _take_table(self) -> _Table:
+    def _take_table(self) -> Table:
         assert self._pool is not None
         if self._num_queued >= _MAX_QUEUED:
             started = time.monotonic()
             table = self._tables.get()
             self.waited_s += time.monotonic() - started
             return table
-        return _Table(self._num_rows, self._device) if self._tables.empty() else self._tables.get()
+        return Table(self._num_rows, self._device) if self._tables.empty() else self._tables.get()
 
     def _expected(self, frame: Frame) -> dict[WantKey, CaptureKey]:
         """What is wanted of a micro-batch only to be compared with what is listed."""
@@ -544,7 +318,7 @@ class StatisticsSink:
         keys = [key for key in self.kept.to_compare if (key.iteration, key.micro_batch) == moment]
         return {(k.module, k.tensor_name, None if k.gemm is None else Gemm(k.gemm)): k for k in keys}
 
-    def _ship(self, frame: Frame, batch: _Batch) -> None:
+    def _ship(self, frame: Frame, batch: Batch) -> None:
         """Have a micro-batch's lines written; what comes of it later is not of it any more."""
         assert self._pool is not None
         del self._open[id(frame)]
@@ -559,7 +333,7 @@ class StatisticsSink:
         self._pool.submit(batch)
         self.on_written()
 
-    def _send(self, batch: _Batch, stream: torch.cuda.Stream) -> None:
+    def _send(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         """Copies to the host, behind everything that was measured."""
         with torch.cuda.device(self._device):
             for raw, pending in batch.streams.items():
@@ -576,7 +350,7 @@ class StatisticsSink:
             batch.arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             batch.arrived.record(stream)
 
-    def _write(self, batch: _Batch) -> None:
+    def _write(self, batch: Batch) -> None:
         try:
             if batch.arrived is not None:
                 batch.arrived.synchronize()
@@ -589,7 +363,7 @@ class StatisticsSink:
                 self._num_queued -= 1
             self._tables.put(batch.table)
 
-    def _read(self, batch: _Batch) -> Measured:
+    def _read(self, batch: Batch) -> Measured:
         """What came to the host; the table may be filled again."""
         numbers = batch.table.host[: batch.num_rows]
         amaxes, scales = _scales(batch)
@@ -601,16 +375,16 @@ class StatisticsSink:
             scales=scales,
         )
 
-    def _write_measured(self, batch: _Batch, measured: Measured) -> None:
+    def _write_measured(self, batch: Batch, measured: Measured) -> None:
         if batch.expected or self._held or not self.kept.is_proven(batch.iteration):
-            self._append(self._compared(batch, measured.lines(self._templates)), batch.iteration)
+            self._append(self._compared(batch, measured.lines(self._sites.templates)), batch.iteration)
         elif self._process is not None:
-            for appended in self._process.write(measured, self._templates):
+            for appended in self._process.write(measured, self._sites.templates):
                 self._note(appended)
         else:
-            self._note(append_lines(self._manifest, measured.lines(self._templates)))
+            self._note(append_lines(self._manifest, measured.lines(self._sites.templates)))
 
-    def _compared(self, batch: _Batch, lines: list[str]) -> list[str]:
+    def _compared(self, batch: Batch, lines: list[str]) -> list[str]:
         """Lines that are not listed already; those that are were compared.
 
         Raises:
@@ -645,7 +419,7 @@ class StatisticsSink:
         counts.first_missing = counts.first_missing or appended.reason
 
 
-def _place(batch: _Batch, quantizer: Quantizer, identity: Hashable | None, x: torch.Tensor) -> tuple[int, bool]:
+def _place(batch: Batch, quantizer: Quantizer, identity: Hashable | None, x: torch.Tensor) -> tuple[int, bool]:
     """The row of an operand's errors under a type, and whether they are still to be measured."""
     if identity is None or quantizer.draws:  # what is drawn depends on the module
         return batch.row(), True
@@ -658,11 +432,11 @@ def _stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(raw, device)  # type: ignore[no-untyped-call]
 
 
-def _head(batch: _Batch) -> torch.Tensor:
+def _head(batch: Batch) -> torch.Tensor:
     return batch.table.host_amaxes[: len(batch.amaxes)]
 
 
-def _scales(batch: _Batch) -> tuple[list[float], list[float]]:
+def _scales(batch: Batch) -> tuple[list[float], list[float]]:
     """The abs max of each use that has one, and the scale that follows from it."""
     if not batch.amaxes:
         return [], []
@@ -677,17 +451,6 @@ def _scales(batch: _Batch) -> tuple[list[float], list[float]]:
         assert found is not None
         scales[chosen] = found
     return amaxes.tolist(), scales.tolist()
-
-
-def _describe(tensor: torch.Tensor, *, requires_grad: bool, is_leaf: bool) -> dict[str, Any]:
-    """``tensor_info`` without its statistics."""
-    return {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype),
-        "device": str(tensor.device),
-        "requires_grad": requires_grad,
-        "is_leaf": is_leaf,
-    }
 
 
 def _to_host(tokens: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,17 @@
 What depends on real streams is measured on a card (``tests/bench/capture_gpu.py``, part overwrite).
 """
 
+import math
 from contextlib import nullcontext
 from datetime import UTC, datetime
 
 import pytest
 import torch
+from quantization_paths import why_not_interpreted
 
 from qcollect.formats.quantized import ScaleCodes
 from qcollect.formats.quantizer import Quantizer
+from qcollect.store import summary_cuda
 from qcollect.store.capture import describe_tensor, load_capture
 from qcollect.store.manifest import read_manifest
 from qcollect.vocab import Gemm, LayerType, RankInfo, Values
@@ -130,6 +133,33 @@ def test_memory_for_two_parcels_is_enough_for_many(make_engine):
         engine.submit(tensor, observation(name), i + 1)
     check(saved(engine), tensors)
     assert engine.stager.arena._free == [(0, 8192)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_kernels_copy_values_and_count_on_the_way(make_engine, monkeypatch):
+    if reason := why_not_interpreted():
+        pytest.skip(reason)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(summary_cuda, "supports", lambda tensor: tensor.dtype in summary_cuda._DTYPES)
+    monkeypatch.setattr(summary_cuda, "_MAX_TILES_OF_ONE", 1)
+    monkeypatch.setattr(summary_cuda, "_NUM_PROGRAMS", 2)
+    engine, generator = make_engine(), torch.Generator().manual_seed(1)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.int32)
+    tensors = {f"t{i}": (9 * torch.randn(100 * i + 3, generator=generator)).to(dtypes[i % 4]) for i in range(10)}
+    tensors |= {"turned": torch.randn(30, 20, generator=generator).t(), "not finite": torch.ones(700)}
+    tensors["not finite"][600:] = math.inf
+    for i, (name, tensor) in enumerate(tensors.items()):
+        value = tensor.clone(memory_format=torch.preserve_format)
+        engine.submit(value, observation(name), i + 1)
+        value.fill_(-1)
+    found = saved(engine)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name]["tensor"], tensor), name
+        info, expected = found[name]["tensor_info"], describe_tensor(tensor.contiguous())
+        for field in ("mean", "std", "rms"):
+            assert info.pop(field) == pytest.approx(expected.pop(field), rel=1e-9), (name, field)
+        assert info == expected, name
 
 
 def test_a_value_larger_than_all_memory_arrives(make_engine):

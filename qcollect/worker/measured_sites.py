@@ -1,0 +1,191 @@
+"""What stays the same of a tensor or an operand that is measured again and again: its lines, and how it is counted."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qcollect.formats.resolved import Quantizer
+from qcollect.formats.scope import is_distributed
+from qcollect.formats.triton_launch import PreparedCount
+from qcollect.recipe.conflicts import of_type
+from qcollect.recipe.records import QuantSpec
+from qcollect.store.summary_cuda import supports as has_kernel
+from qcollect.vocab import Gemm, LayerType
+from qcollect.worker.frame import Claim, want_key
+from qcollect.worker.lines import NOT_STORED, LineTemplate, operand_text, tensor_text
+from qcollect.worker.policy import QuantPolicy, Use
+from qcollect.worker.saver import Saver, describe_capture
+from qcollect.worker.sharding import describe_sharding
+from qcollect.worker.sink import Observer
+
+Shadows = Mapping[tuple[LayerType, str, Gemm], tuple[tuple[str, Quantizer], ...]]
+
+
+def shadows_of(shadow: Sequence[str], quant: QuantSpec) -> Shadows:
+    """The further types an operand of a gemm is measured under, by name.
+
+    Raises:
+        FormatError: a type, rule or rounding that does not exist together.
+    """
+    found: dict[tuple[LayerType, str, Gemm], tuple[tuple[str, Quantizer], ...]] = {}
+    for name in shadow:
+        policy = QuantPolicy.from_spec(of_type(quant, name))
+        for layer_type in LayerType:
+            for (tensor_name, gemm), quantizer in policy.by_layer_type(layer_type).items():
+                place = (layer_type, tensor_name, gemm)
+                found[place] = (*found.get(place, ()), (quantizer.quant_type.name, quantizer))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandSite:
+    """An operand of a gemm, of one shape: its lines, and the types it is measured under beside its own."""
+
+    template: LineTemplate
+    own: PreparedCount | None
+    shadows: tuple[tuple[Quantizer, PreparedCount | None], ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSite:
+    """A tensor of one kind: its lines, and whether kernels count it as it is."""
+
+    template: LineTemplate
+    layout: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    has_kernel: bool
+
+    def fits(self, tensor: torch.Tensor, layout: str) -> bool:
+        return (
+            self.shape == tensor.shape
+            and self.dtype is tensor.dtype
+            and self.requires_grad == tensor.requires_grad
+            and self.is_leaf == tensor.is_leaf
+            and self.device == tensor.device
+            and self.layout == layout
+        )
+
+
+class MeasuredSites:
+    """Finds them; the one that was found last for a planned capture, at once.
+
+    Args:
+        shadows: types beside the gemms' own.
+    """
+
+    def __init__(self, saver: Saver, observer: Observer, shadows: Shadows) -> None:
+        self.templates: list[LineTemplate] = []
+        self.device = torch.device("cpu")  # where numbers are measured into tables
+        self._saver, self._observer, self._shadows = saver, observer, shadows
+        # by all that they are of, and by the planned capture alone, which the schedule keeps
+        self._tensors: dict[Hashable, TensorSite] = {}
+        self._last_tensors: dict[int, TensorSite] = {}
+        self._operands: dict[Hashable, OperandSite] = {}
+        self._last_operands: dict[int, OperandSite] = {}
+
+    def of_tensor(self, claim: Claim, tensor: torch.Tensor, local: torch.Tensor) -> TensorSite:
+        """Of a tensor, or of this rank's part of it."""
+        last = self._last_tensors.get(id(claim.planned))
+        if last is not None and last.fits(local, claim.token_layout) and not is_distributed(tensor):
+            return last
+        sharding = describe_sharding(tensor) if is_distributed(tensor) else None
+        key = (
+            id(claim.planned), local.shape, local.dtype, local.device, local.requires_grad, local.is_leaf,
+            claim.token_layout, None if sharding is None else str(sharding),
+        )  # fmt: skip
+        site = self._tensors.get(key)
+        if site is None:
+            metadata = self._metadata(claim, sharding)
+            info = _describe(local, requires_grad=local.requires_grad, is_leaf=local.is_leaf)
+            template = self._make_template(
+                text=tensor_text(metadata, info), want=want_key(claim.planned), num_elements=local.numel()
+            )
+            site = self._tensors[key] = TensorSite(
+                template=template,
+                layout=claim.token_layout,
+                shape=local.shape,
+                dtype=local.dtype,
+                device=local.device,
+                requires_grad=local.requires_grad,
+                is_leaf=local.is_leaf,
+                has_kernel=local.numel() > 0 and local.device == self.device and has_kernel(local),
+            )
+        if sharding is None:
+            self._last_tensors[id(claim.planned)] = site
+        return site
+
+    def _make_template(self, **fields: Any) -> LineTemplate:
+        template = LineTemplate(number=len(self.templates), **fields)
+        self.templates.append(template)
+        return template
+
+    def of_operand(self, claim: Claim, use: Use) -> OperandSite:
+        """Of an operand as its gemm sees it."""
+        x = use.binding.x
+        is_plain = not is_distributed(use.original)
+        last = self._last_operands.get(id(claim.planned)) if is_plain else None
+        if last is not None and last.shape == x.shape and last.dtype is x.dtype and last.device == x.device:
+            return last
+        sharding = describe_sharding(use.original) if is_distributed(use.original) else None
+        key = (
+            id(claim.planned), x.shape, x.dtype, x.device, claim.token_layout,
+            None if sharding is None else str(sharding),
+        )  # fmt: skip
+        site = self._operands.get(key)
+        if site is None:
+            site = self._operands[key] = self._make_operand(claim, use, sharding)
+        if is_plain:
+            self._last_operands[id(claim.planned)] = site
+        return site
+
+    def _make_operand(self, claim: Claim, use: Use, sharding: dict[str, Any] | None) -> OperandSite:
+        x, planned, quantizer = use.binding.x, claim.planned, use.quantizer
+        own = () if quantizer.is_identity else (quantizer.quant_type.name,)
+        shadows = self._shadows.get((planned.layer_type, planned.tensor_name, use.gemm), ())
+        others = [(name, shadow) for name, shadow in shadows if name not in own]
+        names = (*own, *(name for name, _ in others))
+        consumer = use.describe(torch.zeros((), dtype=torch.int64))
+        metadata = self._metadata(claim, sharding, consumers=[consumer])
+        is_here = x.device == self.device and sharding is None
+        return OperandSite(
+            shape=x.shape,
+            dtype=x.dtype,
+            device=x.device,
+            template=self._make_template(
+                text=operand_text(metadata, consumer, _describe(x, requires_grad=False, is_leaf=True), names),
+                want=want_key(planned),
+                num_elements=x.numel(),
+                num_types=len(names),
+                is_quantized=bool(own),
+                quantizer=None if use.amax is None else quantizer,
+            ),
+            own=use.binding.prepare_count(with_values=True) if is_here else None,
+            shadows=tuple((q, use.under(q).prepare_count(with_values=False) if is_here else None) for _, q in others),
+        )
+
+    def _metadata(
+        self, claim: Claim, sharding: dict[str, Any] | None, consumers: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        seen = self._observer.observe(claim, sharding=sharding)
+        packed = {**NOT_STORED, "consumers": consumers}
+        return describe_capture(seen, self._saver.run_id, self._saver.device, self._saver.clock(), packed)
+
+
+def _describe(tensor: torch.Tensor, *, requires_grad: bool, is_leaf: bool) -> dict[str, Any]:
+    """``tensor_info`` without its statistics."""
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype),
+        "device": str(tensor.device),
+        "requires_grad": requires_grad,
+        "is_leaf": is_leaf,
+    }

@@ -1,0 +1,86 @@
+"""Tables that numbers are measured into, one for each micro-batch under way."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from qcollect.formats.error_stats import NUM_TOTALS, Totals
+from qcollect.formats.pending import PendingShares
+from qcollect.store.summary import FIELDS
+from qcollect.vocab import CaptureKey
+from qcollect.worker.frame import WantKey
+from qcollect.worker.lines import ROW_SIZE, LineTemplate
+
+
+class Table:
+    """Rows for the measurements of one micro-batch.
+
+    Args:
+        num_rows: how many.
+        device: where they are measured.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.numbers = torch.empty(num_rows, ROW_SIZE, dtype=torch.float64, device=device)
+        self.summaries = [row[: len(FIELDS)] for row in self.numbers.unbind()]
+        self.totals = [Totals(row[:NUM_TOTALS]) for row in self.numbers.unbind()]
+        is_cuda = device.type == "cuda"
+        self.host = torch.empty(self.numbers.shape, dtype=torch.float64, pin_memory=True) if is_cuda else self.numbers
+        self.host_amaxes = torch.empty(num_rows, dtype=torch.float32, pin_memory=is_cuda)
+
+
+class Pending(NamedTuple):
+    """Of one stream: what is measured there, and put into its rows a hundred at a time."""
+
+    summaries: PendingShares | None
+    totals: PendingShares | None
+
+    def finish(self) -> None:
+        for shares in self:
+            if shares is not None:
+                shares.finish()
+
+
+AT_ONCE = Pending(None, None)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """What was measured in one micro-batch.
+
+    Args:
+        moment: the metadata its records share.
+        tokens: its first input, in host memory when ``arrived`` has come.
+        expected: of a resumed run, what is listed already and must come out the same.
+        records: template, rows, place in ``amaxes``, seed.
+        known: rows by what they are the measurement of, while that memory is alive.
+        streams: on which something was measured, and what waits there.
+    """
+
+    iteration: int
+    table: Table
+    moment: dict[str, Any]
+    tokens: torch.Tensor | None
+    expected: dict[WantKey, CaptureKey]
+    num_rows: int = 0
+    records: list[tuple[LineTemplate, tuple[int, ...], int | None, int | None]] = field(default_factory=list)
+    amaxes: list[torch.Tensor] = field(default_factory=list)
+    known: dict[Hashable, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    streams: dict[int, Pending] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+
+    def row(self) -> int:
+        self.num_rows += 1
+        return self.num_rows - 1
+
+    def find(self, what: Hashable, tensor: torch.Tensor) -> tuple[int, bool]:
+        """The row of a measurement, and whether it is still to be made; the same memory is measured once."""
+        found = self.known.get(what)
+        if found is not None and not found[0].expired():  # type: ignore[no-untyped-call]
+            return found[1], False
+        row = self.row()
+        self.known[what] = StorageWeakRef(tensor.untyped_storage()), row  # type: ignore[no-untyped-call]
+        return row, True

@@ -1,0 +1,145 @@
+"""Mode stats as on a CUDA device, with the CPU in the device's place and the kernels in Triton's interpreter."""
+
+import importlib.util
+import json
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import qcollect
+from qcollect.formats import backends, triton_launch
+from qcollect.formats.triton_constants import TileSize
+from qcollect.store import summary_cuda
+from qcollect.worker import statistics
+from qcollect.worker.statistics import StatisticsSink
+from qcollect.worker.write_lines import LineProcess
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+# Triton looks at the variable when a kernel is defined.
+os.environ["TRITON_INTERPRET"] = "1"
+from triton import language as triton_language
+from triton.runtime import interpreter as triton_interpreter
+
+is_interpreted = isinstance(triton_language.sum, triton_interpreter.InterpretedFunction)
+if is_interpreted:
+    from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
+    from qcollect.store import summary_kernels  # noqa: F401
+del os.environ["TRITON_INTERPRET"]
+if not is_interpreted:
+    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+class Stream:
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+
+class Event:
+    def __init__(self, blocking=False):
+        pass
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """From now on every tensor is on a device."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # the interpreter makes Triton's words ready again for every function called; here once for a module
+    ready, make_ready = set(), triton_interpreter._patch_lang
+
+    def call(self, *args, **kwargs):
+        if self.fn.__module__ not in ready:
+            make_ready(self.fn)
+            ready.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(triton_interpreter.InterpretedFunction, "__call__", call)
+    # its time is by the step, whatever the size
+    sizes = {key: TileSize(elements=2048, num_warps=1) for key in triton_launch._TILE_SIZES}
+    monkeypatch.setattr(triton_launch, "_TILE_SIZES", sizes)
+    for name, fake in {
+        "Stream": Stream,
+        "Event": Event,
+        "default_stream": lambda device: Stream(),
+        "stream": lambda stream: nullcontext(),
+        "device": lambda device: nullcontext(),
+        "current_device": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(backends, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(summary_cuda, "supports", lambda tensor: tensor.dtype in summary_cuda._DTYPES)
+    monkeypatch.setattr("qcollect.worker.measured_sites.has_kernel", lambda tensor: True)
+    opened = StatisticsSink.open
+
+    def open_on_device(self, device):
+        opened(self, device)
+        self._stream = Stream()
+        self._process = LineProcess(self._manifest, goes_on=False)
+
+    monkeypatch.setattr(StatisticsSink, "open", open_on_device)
+
+
+@pytest.fixture
+def train(make_llama, tokens, tmp_path):
+    def train(name, quant_type, **settings):
+        model = make_llama(dtype=torch.bfloat16, num_hidden_layers=1)
+        ids = tokens(2, 6)
+        with qcollect.collect(model, quant_type, tmp_path / name, mode="stats", num_iterations=1, **settings) as run:
+            model(input_ids=ids, labels=ids).loss.backward()
+            run.step()
+        assert run.sink.counts.num_written == run.num_captured
+        (manifest,) = (tmp_path / name).glob(".qcollect/manifest/*.jsonl")
+        lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+        return {json.dumps([line["metadata"][k] for k in KEY] + gemms(line)): line for line in lines}
+
+    return train
+
+
+KEY = ("iteration", "module", "tensor_name", "operation", "phase")
+
+
+def gemms(line):
+    return [consumer["gemm"] for consumer in line["metadata"]["consumers"]]
+
+
+def is_close(found, expected):
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(is_close(found[k], expected[k]) for k in expected)
+    if isinstance(expected, float):
+        return found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    return found == expected
+
+
+@pytest.mark.parametrize(("quant_type", "shadow"), [("mxfp8", ["hifp8"]), ("nvfp4", [])])
+def test_lines_are_those_of_plain_torch(train, request, quant_type, shadow, monkeypatch):
+    expected = train("plain", quant_type, shadow=shadow)
+    request.getfixturevalue("device")
+    at_once = []
+    consume = StatisticsSink._consume_at_once
+    monkeypatch.setattr(
+        statistics.StatisticsSink,
+        "_consume_at_once",
+        lambda self, claims, uses: at_once.append(consume(self, claims, uses)) or at_once[-1],
+    )
+    found = train("kernels", quant_type, shadow=shadow)
+    assert found.keys() == expected.keys() and len(found) == 95
+    for key, line in expected.items():
+        assert is_close(found[key]["tensor_info"], line["tensor_info"]), key
+        assert is_close(found[key].get("errors"), line.get("errors")), key
+    # a gradient's two orientations by one launch, unless a scale is left for the gemm's result
+    assert [pair is not None for pair in at_once] == [quant_type == "mxfp8"] * 7

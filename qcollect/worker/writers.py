@@ -26,7 +26,7 @@ _SWITCH_S = 0.0002
 # takes a core for a moment holds them all. Where all cores are busy writers get next to nothing, and all of them once
 # training waits.
 _NICENESS = 19
-_MAX_PROCESSES = 2
+_MAX_PROCESSES, _THREADS_OF_ONE = 2, 4
 
 
 class Writers(Protocol):
@@ -113,11 +113,11 @@ class WriterThreads:
 
 
 class WriterProcesses:
-    """``Writers`` in processes of their own (``write_shipments``): two, since the threads of each take turns, too."""
+    """``Writers`` in processes of their own (``write_shipments``): two for many threads."""
 
     def __init__(self, saver: Saver, num_threads: int, *, goes_on: bool) -> None:
         # identical payloads are known to the process that has written the first
-        num = 1 if saver.packing.dedupe else min(_MAX_PROCESSES, num_threads)
+        num = 1 if saver.packing.dedupe else min(max(num_threads // _THREADS_OF_ONE, 1), _MAX_PROCESSES)
         settings = {"saver": saver.settings, "num_threads": -(-num_threads // num), "goes_on": goes_on}
         self.children = [Child("qcollect.worker.write_shipments", settings) for _ in range(num)]
         self._num_sent = 0

@@ -318,10 +318,26 @@ def test_a_writing_process_that_is_killed_is_an_error_that_names_it(make_engine)
     process.kill()
     process.wait()
     with pytest.raises(CaptureError, match=f"pid {process.pid}.* has ended by itself, with exit status -9"):
-        for number in (1, 2):
-            engine.submit(torch.zeros(3), observation(), number)
+        engine.submit(torch.zeros(3), observation(), 1)
         engine.drain()
     engine.close()
+
+
+def test_many_threads_are_of_two_processes_that_write_one_manifest(make_engine, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    engine = make_engine()
+    if not engine.stager.arena.is_shared:
+        pytest.skip("threads are of one process")
+    assert len(engine._writers.children) == 2
+    tensors = {f"t{i}": torch.full((10 + i,), float(i)) for i in range(40)}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        engine.submit(tensor, observation(name), i + 1)
+    engine.drain()
+    found = tensors_of(engine)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name]["tensor"], tensors[name]) for name in tensors)
+    pids = [child.process.pid for child in engine._writers.children]
+    engine.close()
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_a_writing_process_ends_when_the_one_it_writes_for_is_killed(tmp_path):

@@ -1,12 +1,15 @@
 """Captures on their way from the training thread to the disk."""
 
+import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import psutil
@@ -276,6 +279,35 @@ def test_a_capture_that_cannot_be_written_stops_the_training_and_names_the_path(
         engine.drain()
     with pytest.raises(CaptureError):
         engine.submit(torch.zeros(3), observation(), 2)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_quota_that_is_exceeded_is_named_with_what_is_free(make_engine, monkeypatch, on_error):
+    engine = make_engine(on_error=on_error)
+    if engine.stager.arena.is_shared:
+        pytest.skip("another process would have to exceed it")
+    writev, left = os.writev, [2]
+
+    def until_it_is_exceeded(descriptor, parts):
+        if not left[0]:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        left[0] -= 1
+        return writev(descriptor, parts)
+
+    monkeypatch.setattr(os, "writev", until_it_is_exceeded)
+    for number in range(1, 5):
+        with suppress(CaptureError):
+            engine.submit(torch.zeros(3), observation(f"t{number}"), number)
+    run_dir = engine.saver.paths.run_dir
+    expected = f"{run_dir}.*{os.strerror(errno.EDQUOT)} .*bytes and .* inodes free in {run_dir}"
+    if on_error == "stop":
+        with pytest.raises(CaptureError, match=expected):
+            engine.drain()
+    else:
+        engine.drain()
+        assert engine.counts.num_missing == 2 and re.search(expected, engine.counts.first_missing)
+    assert len(tensors_of(engine)) == len(list(run_dir.glob("*.pt"))) == 2
+    assert not [path for path in run_dir.iterdir() if path.is_file() and path.suffix != ".pt"]
 
 
 def test_or_it_is_counted_and_the_training_goes_on(make_engine):

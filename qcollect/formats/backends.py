@@ -102,6 +102,13 @@ def prepare_count(x: Tensor, choices: Choices, *, with_values: bool) -> triton_l
     return triton_launch.PreparedCount(x, choices, with_values=with_values)
 
 
+def prepare_pair(x: Tensor, last: Choices, first: Choices) -> triton_launch.PreparedPair | None:
+    """``run_both_and_count`` for tensors like ``x``, many times; None where that is not possible."""
+    if _is_on_cpu(x) or not triton_launch.supports_both_stats(x, last, first):
+        return None
+    return triton_launch.PreparedPair(x, last, first)
+
+
 def count_limited(x: Tensor, choices: Choices, encode: Tensor | None) -> Tensor | None:
     """How many elements of ``x`` (not empty) are clamped, 0-dim int64; None: by plain torch."""
     if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):

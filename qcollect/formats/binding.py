@@ -13,7 +13,7 @@ from qcollect.formats import backends
 from qcollect.formats.eager import Choices, Scaled, limit_values, restore_values, round_values, scale_values
 from qcollect.formats.error_stats import ErrorStats, Totals, measure
 from qcollect.formats.quantized import Quantized, ScaleCodes, block_scale_codes, make_codes, scale_codes
-from qcollect.formats.triton_launch import PreparedCount
+from qcollect.formats.triton_launch import PreparedCount, PreparedPair
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen: that takes three times as long to make
@@ -121,11 +121,14 @@ class Binding:
 
     def prepare_count(self, *, with_values: bool) -> PreparedCount | None:
         """``measured_values`` or ``measure`` of tensors like ``x``, contiguous ones; None where each is different."""
-        if self.is_trivial or self.source is not self.x or self.encode is not None:
-            return None
-        if self.choices.rounding == "stochastic":
+        if not self._is_alike():
             return None
         return backends.prepare_count(self.x, self.choices, with_values=with_values)
+
+    def _is_alike(self) -> bool:
+        """Whether all tensors of this shape are treated alike, whatever is in them."""
+        is_drawn = self.choices.rounding == "stochastic"
+        return self.source is self.x and self.encode is None and not self.is_trivial and not is_drawn
 
     def _values(self, out: Tensor | None, *, with_tensor_scale: bool) -> Tensor:
         x, source = self.x, self.source
@@ -191,6 +194,13 @@ def measured_both(last: Binding, first: Binding, totals: tuple[Totals, Totals]) 
     if any(b.source is not b.x or b.is_trivial or b.choices.quant_type.has_tensor_scale for b in pair):
         return None
     return backends.run_both_and_count(last.x, (last.choices, first.choices), (last.encode, first.encode), totals)
+
+
+def prepare_both(last: Binding, first: Binding) -> PreparedPair | None:
+    """``measured_both`` of tensors like this one, contiguous ones; None where each is different."""
+    if not (last._is_alike() and first._is_alike()):
+        return None
+    return backends.prepare_pair(last.x, last.choices, first.choices)
 
 
 def _overlaps(out: Tensor, x: Tensor) -> bool:

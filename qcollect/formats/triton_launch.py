@@ -268,6 +268,38 @@ class PreparedCount:
         )  # fmt: skip
 
 
+class PreparedPair:
+    """``run_both_and_count`` for tensors of one shape, dtype and device, many times.
+
+    Args:
+        x: such a tensor.
+        last, first: ones that ``supports_both_stats`` takes, without stochastic rounding.
+    """
+
+    def __init__(self, x: Tensor, last: Choices, first: Choices) -> None:
+        self._plans = tuple(_plan(x, choices, False, True, "stats") for choices in (last, first))
+        self._plan = plan = _join(*self._plans)
+        self._seeds = (*_seed(last), *_seed(first))
+        self._numbers = (*self._seeds, *plan.numbers)
+        self._index = x.device.index
+        self._compiled: Any = None
+
+    def __call__(self, x: Tensor, outs: tuple[Tensor, Tensor], totals: tuple[Totals, Totals]) -> None:
+        """As there; ``x`` contiguous, no factor of the whole tensor takes part."""
+        last, first = (_take(plan, each) for plan, each in zip(self._plans, totals, strict=True))
+        addresses = (x.data_ptr(), outs[0].data_ptr(), outs[1].data_ptr())
+        is_aligned = not (addresses[0] | addresses[1] | addresses[2]) % 16
+        if self._compiled is None or not is_aligned or self._index != torch.cuda.current_device():
+            _launch("quantize_both_stats_kernel", self._plan, (x, *outs, x, x, last, first), self._seeds)
+            self._compiled = _compiled.get(("quantize_both_stats_kernel", id(self._plan), self._index, None))
+            return
+        run, function, metadata, stream_of = self._compiled
+        run(
+            self._plan.num_programs, 1, 1, stream_of(self._index), function, metadata, None, None, None,
+            *addresses, addresses[0], addresses[0], last.data_ptr(), first.data_ptr(), *self._numbers,
+        )  # fmt: skip
+
+
 def _count(
     x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, plan: "_Plan", bins: Tensor, totals: Totals
 ) -> None:

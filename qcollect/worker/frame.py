@@ -50,6 +50,14 @@ class Taker(Protocol):
     def take(self, claim: Claim, tensor: torch.Tensor, consumers: Sequence[dict[str, Any]]) -> None:
         """An original; of a DTensor this rank's part is taken."""
 
+    def consume_known(self, claim: Claim, operand: torch.Tensor) -> Operand | None:
+        """``consume``, where all but the operand's values is known from before; None: it has to be asked."""
+
+    def consume_both_known(
+        self, claims: tuple[Claim | None, Claim | None], matrix: torch.Tensor
+    ) -> tuple[Operand, Operand] | None:
+        """``consume_both``, likewise."""
+
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         """What a gemm consumes, and what is wanted of it.
 
@@ -173,7 +181,9 @@ class ModuleTap:
             if self.quantizers[tensor_name, gemm].is_identity:
                 return Operand(values=operand)
             return quantize(self._use(tensor_name, gemm, operand, moment))
-        return claim.frame.taker.consume(claim, self._use(tensor_name, gemm, operand, moment), quantize)
+        taker = claim.frame.taker
+        known = taker.consume_known(claim, operand)
+        return known or taker.consume(claim, self._use(tensor_name, gemm, operand, moment), quantize)
 
     def operands(
         self,
@@ -191,14 +201,19 @@ class ModuleTap:
                 self.operand(frame, tensor_name, matrix, gemm, moment, token_layout=token_layout) for gemm in gemms
             )
             return last, first
-        last_use, first_use = (self._use(tensor_name, gemm, matrix, moment) for gemm in gemms)
+        claims: tuple[Claim | None, Claim | None] = None, None
         if frame is not None:
-            along_last, along_first = (
-                frame.claim(self.module, tensor_name, gemm, token_layout=token_layout) for gemm in gemms
+            claims = (
+                frame.claim(self.module, tensor_name, gemms[0], token_layout=token_layout),
+                frame.claim(self.module, tensor_name, gemms[1], token_layout=token_layout),
             )
-            if along_last is not None or along_first is not None:
-                return frame.taker.consume_both((along_last, along_first), (last_use, first_use))
-        return last_use.operands_with(first_use)
+            known = frame.taker.consume_both_known(claims, matrix)
+            if known is not None:
+                return known
+        last_use, first_use = (self._use(tensor_name, gemm, matrix, moment) for gemm in gemms)
+        if frame is None or claims == (None, None):
+            return last_use.operands_with(first_use)
+        return frame.taker.consume_both(claims, (last_use, first_use))
 
     def _use(self, tensor_name: str, gemm: Gemm, operand: torch.Tensor, moment: Moment) -> Use:
         return Use.of(

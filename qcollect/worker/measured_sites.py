@@ -44,11 +44,16 @@ class OperandSite:
     """An operand of a gemm, of one shape: its lines, and the types it is measured under beside its own."""
 
     template: LineTemplate
+    quantizer: Quantizer
     own: PreparedCount | None
     shadows: tuple[tuple[Quantizer, PreparedCount | None], ...]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    is_known: bool  # whether nothing else has to be found: nothing is drawn, and no scale is left out
+
+    def fits(self, x: torch.Tensor) -> bool:
+        return self.shape == x.shape and self.dtype is x.dtype and self.device == x.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +138,7 @@ class MeasuredSites:
         x = use.binding.x
         is_plain = not is_distributed(use.original)
         last = self._last_operands.get(id(claim.planned)) if is_plain else None
-        if last is not None and last.shape == x.shape and last.dtype is x.dtype and last.device == x.device:
+        if last is not None and last.fits(x):
             return last
         sharding = describe_sharding(use.original) if is_distributed(use.original) else None
         key = (
@@ -147,6 +152,12 @@ class MeasuredSites:
             self._last_operands[id(claim.planned)] = site
         return site
 
+    def known_operand(self, claim: Claim, x: torch.Tensor) -> OperandSite | None:
+        """Of an operand of which nothing has to be found any more but what kernels count in it."""
+        site = self._last_operands.get(id(claim.planned))
+        is_known = site is not None and site.is_known and site.fits(x) and x.is_contiguous()
+        return site if is_known and not is_distributed(x) else None
+
     def _make_operand(self, claim: Claim, use: Use, sharding: dict[str, Any] | None) -> OperandSite:
         x, planned, quantizer = use.binding.x, claim.planned, use.quantizer
         own = () if quantizer.is_identity else (quantizer.quant_type.name,)
@@ -155,8 +166,15 @@ class MeasuredSites:
         names = (*own, *(name for name, _ in others))
         consumer = use.describe(torch.zeros((), dtype=torch.int64))
         metadata = self._metadata(claim, sharding, consumers=[consumer])
-        is_here = x.device == self.device and sharding is None
+        prepared: list[PreparedCount | None] = [None] * (1 + len(others))
+        if x.device == self.device and sharding is None:
+            prepared = [
+                use.binding.prepare_count(with_values=True),
+                *(use.under(shadow).prepare_count(with_values=False) for _, shadow in others),
+            ]
         return OperandSite(
+            quantizer=quantizer,
+            is_known=prepared[0] is not None and not any(shadow.draws for _, shadow in others),
             shape=x.shape,
             dtype=x.dtype,
             device=x.device,
@@ -168,8 +186,8 @@ class MeasuredSites:
                 is_quantized=bool(own),
                 quantizer=None if use.amax is None else quantizer,
             ),
-            own=use.binding.prepare_count(with_values=True) if is_here else None,
-            shadows=tuple((q, use.under(q).prepare_count(with_values=False) if is_here else None) for _, q in others),
+            own=prepared[0],
+            shadows=tuple((shadow, each) for (_, shadow), each in zip(others, prepared[1:], strict=True)),
         )
 
     def _metadata(

@@ -23,9 +23,12 @@ from typing import Any
 import torch
 
 from qcollect.errors import CaptureError
+from qcollect.formats.binding import prepare_both
 from qcollect.formats.error_stats import NUM_TOTALS, Totals
+from qcollect.formats.pending import PendingShares
 from qcollect.formats.resolved import Quantizer
-from qcollect.formats.triton_launch import pending_stats
+from qcollect.formats.scope import is_distributed
+from qcollect.formats.triton_launch import PreparedPair, pending_stats
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.store.files import LineFile
 from qcollect.store.manifest import ManifestRecord
@@ -94,6 +97,7 @@ class StatisticsSink:
             1 if c.gemm is None else 1 + len(shadows.get((c.layer_type, c.tensor_name, c.gemm), ())) for c in captures
         )
         self._sites = MeasuredSites(saver, observer, shadows)
+        self._pairs: dict[tuple[int, int, torch.Size, torch.dtype], PreparedPair] = {}  # of planned captures
         self._open: dict[int, tuple[Frame, Batch]] = {}
         self._pool: WriterPool[Batch] | None = None
         self._error: Exception | None = None
@@ -197,9 +201,68 @@ class StatisticsSink:
                 out.copy_(summarize(value))
         self._record(frame, batch, (site.template, (row,), None, None))
 
+    def consume_known(self, claim: Claim, operand: torch.Tensor) -> Operand | None:
+        site = self._sites.known_operand(claim, operand)
+        if site is None or site.own is None:
+            return None
+        frame, batch = self._open[id(claim.frame)]
+        pending = self._pending_of(batch).totals
+        if pending is None:
+            return None
+        identity = identity_of(operand) if claim.planned.tensor_name in _SHARED else None
+        row, is_new = _place(batch, site.quantizer, identity, operand)
+        if not is_new:
+            return None
+        values = torch.empty(operand.shape, dtype=operand.dtype, device=operand.device)
+        site.own(operand, values, batch.table.totals[row].numbers, pending)
+        self._record_known(frame, batch, site, operand, row, pending, identity)
+        return Operand(values=values)
+
+    def consume_both_known(
+        self, claims: tuple[Claim | None, Claim | None], matrix: torch.Tensor
+    ) -> tuple[Operand, Operand] | None:
+        last, first = claims
+        if last is None or first is None:
+            return None
+        pair = self._pairs.get((id(last.planned), id(first.planned), matrix.shape, matrix.dtype))
+        sites = self._sites.known_operand(last, matrix), self._sites.known_operand(first, matrix)
+        if pair is None or sites[0] is None or sites[1] is None:
+            return None
+        frame, batch = self._open[id(last.frame)]
+        pending = self._pending_of(batch).totals
+        if pending is None:
+            return None
+        rows, totals = self._two_rows(batch, pending)
+        outs = torch.empty_like(matrix), torch.empty_like(matrix)
+        pair(matrix, outs, totals)
+        for site, row in zip((sites[0], sites[1]), rows, strict=True):
+            self._record_known(frame, batch, site, matrix, row, pending, None)
+        return Operand(values=outs[0]), Operand(values=outs[1])
+
+    def _record_known(
+        self,
+        frame: Frame,
+        batch: Batch,
+        site: OperandSite,
+        operand: torch.Tensor,
+        row: int,
+        pending: PendingShares,
+        identity: Hashable | None,
+    ) -> None:
+        """Measure an operand under the further types, too; ``row`` has its own."""
+        rows = [row]
+        for quantizer, prepared in site.shadows:
+            row, is_new = _place(batch, quantizer, identity, operand)
+            rows.append(row)
+            if is_new and prepared is not None:
+                prepared(operand, operand, batch.table.totals[row].numbers, pending)
+            elif is_new:
+                self._measured(batch, row, operand.device, quantizer.bind(operand).measure)
+        self._record(frame, batch, (site.template, tuple(rows), None, None))
+
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         frame, batch = self._open[id(claim.frame)]
-        x, site = use.binding.x, self._sites.of_operand(claim, use)
+        x = use.binding.x
         identity = identity_of(x) if claim.planned.tensor_name in _SHARED else None
         rows = []
         if use.quantizer.is_identity:
@@ -207,15 +270,8 @@ class StatisticsSink:
         else:
             row, is_new = _place(batch, use.quantizer, identity, x)
             rows.append(row)
-            if not is_new:
-                consumed = quantize(use)
-            elif site.own is not None and x.is_contiguous() and (pending := self._pending_of(batch).totals) is not None:
-                values = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                site.own(x, values, batch.table.totals[row].numbers, pending)
-                consumed = Operand(values=values)
-            else:
-                consumed = self._measured(batch, row, x.device, partial(quantize, use))
-        self._record_use(frame, batch, site, use, rows, identity)
+            consumed = self._measured(batch, row, x.device, partial(quantize, use)) if is_new else quantize(use)
+        self._record_use(frame, batch, self._sites.of_operand(claim, use), use, rows, identity)
         return consumed
 
     def consume_both(self, claims: tuple[Claim | None, Claim | None], uses: tuple[Use, Use]) -> tuple[Operand, Operand]:
@@ -235,30 +291,35 @@ class StatisticsSink:
         pending = self._pending_of(batch).totals
         if pending is None or uses[0].binding.x.device != self._device or claims[0].planned.tensor_name in _SHARED:
             return None
-        rows = batch.num_rows, batch.num_rows + 1
-        totals = batch.table.totals[rows[0]], batch.table.totals[rows[1]]
-        totals[0].pending = totals[1].pending = pending
+        num_rows = batch.num_rows
+        rows, totals = self._two_rows(batch, pending)
         found = uses[0].measured_with(uses[1], totals)
         if found is None:
+            batch.num_rows = num_rows
             return None
-        batch.num_rows += 2
         for claim, use, row in zip(claims, uses, rows, strict=True):
             self._record_use(frame, batch, self._sites.of_operand(claim, use), use, [row], None)
+        pair = None if is_distributed(uses[0].original) else prepare_both(uses[0].binding, uses[1].binding)
+        if pair is not None:
+            x = uses[0].binding.x
+            self._pairs[id(claims[0].planned), id(claims[1].planned), x.shape, x.dtype] = pair
         return found
+
+    def _two_rows(self, batch: Batch, pending: PendingShares) -> tuple[tuple[int, int], tuple[Totals, Totals]]:
+        rows = batch.row(), batch.row()
+        totals = batch.table.totals[rows[0]], batch.table.totals[rows[1]]
+        totals[0].pending = totals[1].pending = pending
+        return rows, totals
 
     def _record_use(
         self, frame: Frame, batch: Batch, site: OperandSite, use: Use, rows: list[int], identity: Hashable | None
     ) -> None:
         """Measure an operand under the further types, too; ``rows`` has its own."""
         x = use.binding.x
-        for quantizer, prepared in site.shadows:
+        for quantizer, _ in site.shadows:
             row, is_new = _place(batch, quantizer, identity, x)
             rows.append(row)
-            if not is_new:
-                continue
-            if prepared is not None and x.is_contiguous() and (pending := self._pending_of(batch).totals) is not None:
-                prepared(x, x, batch.table.totals[row].numbers, pending)
-            else:
+            if is_new:
                 self._measured(batch, row, x.device, use.under(quantizer).measure)
         amax_place = None
         if use.amax is not None:

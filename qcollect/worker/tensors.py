@@ -97,6 +97,14 @@ class TensorSink:
     def take(self, claim: Claim, tensor: torch.Tensor, consumers: Sequence[dict[str, Any]]) -> None:
         self._take(claim, tensor, consumers)
 
+    def consume_known(self, claim: Claim, operand: torch.Tensor) -> Operand | None:
+        return None
+
+    def consume_both_known(
+        self, claims: tuple[Claim | None, Claim | None], matrix: torch.Tensor
+    ) -> tuple[Operand, Operand] | None:
+        return None
+
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         consumed = quantize(use)
         self._take_copy(claim, use, consumed)

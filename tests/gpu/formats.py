@@ -385,6 +385,9 @@ def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
                     continue
                 is_right = abs(found[key] - value) <= 1e-6 * value if isinstance(value, float) else found[key] == value
                 assert is_right, f"{key} of {name} {shape} axis {axis} {dtype} {kind}: {found[key]} instead of {value}"
+        if device == "cpu" and num // 8 % 4:  # by the interpreter it all takes long
+            done += 1
+            continue
         count = int(triton_launch.count_limited(x.to(device), choices, found_encode))
         assert count == expected["num_clamped"], f"{name} {shape} axis {axis} {dtype} {kind}: {count} are clamped"
         out = torch.full(shape, 777.0, dtype=dtype, device=device)
@@ -407,7 +410,7 @@ def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
                     waiting.append((totals, [alone[key] for key in TOTALS]))
                 assert not with_values or num_different(out, reference(x, choices, encode)) == 0
         # large kernels, hence not for every tensor
-        if num % 4 == 0 and x.dim() == 2 and triton_launch.supports_both_stats(x.to(device), choices, choices):
+        if num // 8 % 4 == 0 and x.dim() == 2 and triton_launch.supports_both_stats(x.to(device), choices, choices):
             first = make_choices(QUANT_TYPES[name], x, 0)
             last = make_choices(QUANT_TYPES[name], x, 1)
             outs = (torch.full_like(out, 777.0), torch.full_like(out, 777.0))

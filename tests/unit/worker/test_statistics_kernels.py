@@ -12,7 +12,6 @@ import qcollect
 from qcollect.formats import backends, triton_launch
 from qcollect.formats.triton_constants import TileSize
 from qcollect.store import summary_cuda
-from qcollect.worker import statistics
 from qcollect.worker.statistics import StatisticsSink
 from qcollect.worker.write_lines import LineProcess
 
@@ -99,9 +98,12 @@ def train(make_llama, tokens, tmp_path):
     def train(name, quant_type, **settings):
         model = make_llama(dtype=torch.bfloat16, num_hidden_layers=1)
         ids = tokens(2, 6)
-        with qcollect.collect(model, quant_type, tmp_path / name, mode="stats", num_iterations=1, **settings) as run:
-            model(input_ids=ids, labels=ids).loss.backward()
-            run.step()
+        settings |= {"mode": "stats", "num_iterations": 2, "modules": ["*q_proj", "*self_attn"]}
+        with qcollect.collect(model, quant_type, tmp_path / name, **settings) as run:
+            for _ in range(2):  # nothing is known, then all is
+                model(input_ids=ids, labels=ids).loss.backward()
+                model.zero_grad()
+                run.step()
         assert run.sink.counts.num_written == run.num_captured
         (manifest,) = (tmp_path / name).glob(".qcollect/manifest/*.jsonl")
         lines = [json.loads(line) for line in manifest.read_text().splitlines()]
@@ -125,21 +127,30 @@ def is_close(found, expected):
     return found == expected
 
 
-@pytest.mark.parametrize(("quant_type", "shadow"), [("mxfp8", ["hifp8"]), ("nvfp4", [])])
+@pytest.mark.parametrize(("quant_type", "shadow"), [("mxfp8", ["mxfp4", "hifp8"]), ("nvfp4", [])])
 def test_lines_are_those_of_plain_torch(train, request, quant_type, shadow, monkeypatch):
     expected = train("plain", quant_type, shadow=shadow)
     request.getfixturevalue("device")
-    at_once = []
-    consume = StatisticsSink._consume_at_once
-    monkeypatch.setattr(
-        statistics.StatisticsSink,
-        "_consume_at_once",
-        lambda self, claims, uses: at_once.append(consume(self, claims, uses)) or at_once[-1],
-    )
+    known = []
+    for name in ("consume_known", "consume_both_known", "_consume_at_once"):
+        asked = getattr(StatisticsSink, name)
+
+        def ask(self, *args, asked=asked, name=name):
+            found = asked(self, *args)
+            known.append((name, found is not None))
+            return found
+
+        monkeypatch.setattr(StatisticsSink, name, ask)
     found = train("kernels", quant_type, shadow=shadow)
-    assert found.keys() == expected.keys() and len(found) == 95
+    assert found.keys() == expected.keys() and len(found) == 2 * 23
     for key, line in expected.items():
         assert is_close(found[key]["tensor_info"], line["tensor_info"]), key
         assert is_close(found[key].get("errors"), line.get("errors")), key
     # a gradient's two orientations by one launch, unless a scale is left for the gemm's result
-    assert [pair is not None for pair in at_once] == [quant_type == "mxfp8"] * 7
+    first, second = known[: len(known) // 2], known[len(known) // 2 :]
+    if quant_type == "mxfp8":
+        assert first.count(("_consume_at_once", True)) == 1 and ("_consume_at_once", True) not in second
+        # query, key and value of heads do not lie side by side
+        assert second.count(("consume_known", True)) == 4 and second.count(("consume_both_known", True)) == 1
+    else:
+        assert not any(is_known for _, is_known in known)

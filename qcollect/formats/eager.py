@@ -3,7 +3,8 @@
 values -> blocks -> scales -> values / scale -> rounded -> limited -> values x scale
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ class Choices:
             id(self.source),
         )  # fmt: skip
         object.__setattr__(self, "key", key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled without its key: a copy's records are others."""
+        return _remake, ({each.name: getattr(self, each.name) for each in fields(self) if each.init},)
+
+
+def _remake(values: dict[str, Any]) -> Choices:
+    return Choices(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ written, how many bytes they have, how many could not be written, and why.
 """
 
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ class LineProcess:
         Raises:
             CaptureError: nobody is there to do it.
         """
-        new, self._num_templates = templates[self._num_templates :], len(templates)
+        new = [replace(template, quantizer=None) for template in templates[self._num_templates :]]  # used up by now
+        self._num_templates += len(new)
         records = list(measured.records)
         is_known, self._records = records == self._records, records
         numbers = (measured.moment, measured.numbers, measured.amaxes, measured.scales)

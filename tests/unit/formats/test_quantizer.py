@@ -1,7 +1,9 @@
 """Edge cases, the scale of a whole tensor, and the record: what a quantizer gives and what it says of itself."""
 
+import copy
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -366,3 +368,13 @@ def test_quantizers_that_do_the_same_are_equal() -> None:
     assert Quantizer.create("bf16", axis=0) == Quantizer.create("bf16", axis=1)
     assert Quantizer.create("mxfp8", axis=0, block_size=(4, 4)) == Quantizer.create("mxfp8", axis=1, block_size=(4, 4))
     assert len({Quantizer.create("mxfp8"), Quantizer.create("mxfp8"), Quantizer.create("mxfp4")}) == 2
+
+
+def test_a_copy_of_a_quantizer_that_was_used_is_its_equal_and_knows_its_own_records():
+    quantizer = Quantizer.create("mxfp8", axis=1)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    expected = quantizer.apply(x)
+    for other in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer))):
+        assert other == quantizer and torch.equal(other.apply(x), expected)
+        choices = other.choices_for(x)
+        assert choices.key[0] == id(choices.quant_type) != id(quantizer.quant_type)

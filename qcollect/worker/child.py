@@ -8,7 +8,6 @@ to start.
 
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,7 +124,7 @@ class Child:
 
 def wait_for_any(children: Sequence[Child]) -> None:
     """Returns when one of them has answered, or has ended."""
-    select.select(children, [], [])
+    connection.wait(children)  # type: ignore[arg-type]  # whatever has a fileno; select takes none above 1023
 
 
 def serve(make: Callable[[Any, Tell], Worker]) -> None:

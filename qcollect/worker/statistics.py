@@ -199,7 +199,8 @@ class StatisticsSink:
                 summarize(value, out, self._pending_of(batch).summaries)
             else:
                 out.copy_(summarize(value))
-        self._record(frame, batch, (site.template, (row,), None, None))
+        self._record(batch, (site.template, (row,), None, None))
+        self._ship_if_over(frame, batch)
 
     def consume_known(self, claim: Claim, operand: torch.Tensor) -> Operand | None:
         site = self._sites.known_operand(claim, operand)
@@ -215,7 +216,8 @@ class StatisticsSink:
             return None
         values = torch.empty(operand.shape, dtype=operand.dtype, device=operand.device)
         site.own(operand, values, batch.table.totals[row].numbers, pending)
-        self._record_known(frame, batch, site, operand, row, pending, identity)
+        self._record_known(batch, site, operand, row, pending, identity)
+        self._ship_if_over(frame, batch)
         return Operand(values=values)
 
     def consume_both_known(
@@ -236,12 +238,12 @@ class StatisticsSink:
         outs = torch.empty_like(matrix), torch.empty_like(matrix)
         pair(matrix, outs, totals)
         for site, row in zip((sites[0], sites[1]), rows, strict=True):
-            self._record_known(frame, batch, site, matrix, row, pending, None)
+            self._record_known(batch, site, matrix, row, pending, None)
+        self._ship_if_over(frame, batch)
         return Operand(values=outs[0]), Operand(values=outs[1])
 
     def _record_known(
         self,
-        frame: Frame,
         batch: Batch,
         site: OperandSite,
         operand: torch.Tensor,
@@ -258,10 +260,30 @@ class StatisticsSink:
                 prepared(operand, operand, batch.table.totals[row].numbers, pending)
             elif is_new:
                 self._measured(batch, row, operand.device, quantizer.bind(operand).measure)
-        self._record(frame, batch, (site.template, tuple(rows), None, None))
+        self._record(batch, (site.template, tuple(rows), None, None))
 
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         frame, batch = self._open[id(claim.frame)]
+        consumed = self._consume(batch, claim, use, quantize)
+        self._ship_if_over(frame, batch)
+        return consumed
+
+    def consume_both(self, claims: tuple[Claim | None, Claim | None], uses: tuple[Use, Use]) -> tuple[Operand, Operand]:
+        last, first = claims
+        claimed = last or first
+        assert claimed is not None  # one of them is wanted
+        frame, batch = self._open[id(claimed.frame)]
+        found = None if last is None or first is None else self._consume_at_once(batch, (last, first), uses)
+        if found is None:
+            along_last, along_first = (
+                use.operand() if claim is None else self._consume(batch, claim, use, Use.operand)
+                for claim, use in zip(claims, uses, strict=True)
+            )
+            found = along_last, along_first
+        self._ship_if_over(frame, batch)
+        return found
+
+    def _consume(self, batch: Batch, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         x = use.binding.x
         identity = identity_of(x) if claim.planned.tensor_name in _SHARED else None
         rows = []
@@ -271,23 +293,13 @@ class StatisticsSink:
             row, is_new = _place(batch, use.quantizer, identity, x)
             rows.append(row)
             consumed = self._measured(batch, row, x.device, partial(quantize, use)) if is_new else quantize(use)
-        self._record_use(frame, batch, self._sites.of_operand(claim, use), use, rows, identity)
+        self._record_use(batch, self._sites.of_operand(claim, use), use, rows, identity)
         return consumed
 
-    def consume_both(self, claims: tuple[Claim | None, Claim | None], uses: tuple[Use, Use]) -> tuple[Operand, Operand]:
-        if claims[0] is not None and claims[1] is not None:
-            found = self._consume_at_once((claims[0], claims[1]), uses)
-            if found is not None:
-                return found
-        last, first = (
-            use.operand() if claim is None else self.consume(claim, use, Use.operand)
-            for claim, use in zip(claims, uses, strict=True)
-        )
-        return last, first
-
-    def _consume_at_once(self, claims: tuple[Claim, Claim], uses: tuple[Use, Use]) -> tuple[Operand, Operand] | None:
+    def _consume_at_once(
+        self, batch: Batch, claims: tuple[Claim, Claim], uses: tuple[Use, Use]
+    ) -> tuple[Operand, Operand] | None:
         """By one launch, where that can be: nothing of one matrix is measured for another module, too."""
-        frame, batch = self._open[id(claims[0].frame)]
         pending = self._pending_of(batch).totals
         if pending is None or uses[0].binding.x.device != self._device or claims[0].planned.tensor_name in _SHARED:
             return None
@@ -298,7 +310,7 @@ class StatisticsSink:
             batch.num_rows = num_rows
             return None
         for claim, use, row in zip(claims, uses, rows, strict=True):
-            self._record_use(frame, batch, self._sites.of_operand(claim, use), use, [row], None)
+            self._record_use(batch, self._sites.of_operand(claim, use), use, [row], None)
         pair = None if is_distributed(uses[0].original) else prepare_both(uses[0].binding, uses[1].binding)
         if pair is not None:
             x = uses[0].binding.x
@@ -312,7 +324,7 @@ class StatisticsSink:
         return rows, totals
 
     def _record_use(
-        self, frame: Frame, batch: Batch, site: OperandSite, use: Use, rows: list[int], identity: Hashable | None
+        self, batch: Batch, site: OperandSite, use: Use, rows: list[int], identity: Hashable | None
     ) -> None:
         """Measure an operand under the further types, too; ``rows`` has its own."""
         x = use.binding.x
@@ -325,7 +337,7 @@ class StatisticsSink:
         if use.amax is not None:
             amax_place = len(batch.amaxes)
             batch.amaxes.append(use.amax)
-        self._record(frame, batch, (site.template, tuple(rows), amax_place, use.seed))
+        self._record(batch, (site.template, tuple(rows), amax_place, use.seed))
 
     def _measured(self, batch: Batch, row: int, device: torch.device, measure: Callable[[Totals], Any]) -> Any:
         out = batch.table.totals[row]
@@ -351,14 +363,12 @@ class StatisticsSink:
             batch.streams[raw] = pending
         return pending
 
-    def _record(
-        self,
-        frame: Frame,
-        batch: Batch,
-        record: tuple[LineTemplate, tuple[int, ...], int | None, int | None],
-    ) -> None:
+    def _record(self, batch: Batch, record: tuple[LineTemplate, tuple[int, ...], int | None, int | None]) -> None:
         batch.records.append(record)
         self.counts.num_taken += record[0].want not in batch.expected
+
+    def _ship_if_over(self, frame: Frame, batch: Batch) -> None:
+        """Once all that was claimed is recorded: both of a pair were claimed before the first of them is."""
         if not frame.wanted:
             self._ship(frame, batch)
 

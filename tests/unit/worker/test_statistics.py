@@ -463,3 +463,10 @@ def test_records_are_those_of_the_plan(plan, stats_recipe, train_planned):
 def test_totals_of_nothing_are_zero():
     assert describe_totals([0.0] * 8, 0)["mse"] == 0.0
     assert describe_totals([0.0] * 8, 0)["sqnr_db"] is None
+
+
+def test_lines_of_gradients_alone_where_both_orientations_are_the_last_that_is_wanted(train, tmp_path):
+    settings = {"mode": "stats", "values": "quantized", "tensor_names": ["grad_output"], "modules": ["*q_proj"]}
+    _, run = train(tmp_path / "run", "mxfp8", **settings)
+    assert run.sink.counts.num_written == NUM_ITERATIONS * 2 * 2
+    assert {key.gemm for key in by_key(tmp_path / "run")} == {"dgrad", "wgrad"}

@@ -13,12 +13,15 @@ OUT/
       torn/                         what 'qcollect verify --repair' has set aside
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 STATE_DIR_NAME = ".qcollect"
 DISPLACED_PREFIX = ".qcollect.displaced-"
 TEMPORARY_SUFFIX = ".tmp"
+
+CACHE_VARIABLE = "QCOLLECT_CACHE_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +153,11 @@ def find_runs(directory: Path) -> list[RunPaths]:
     """The runs in ``directory``: itself, or its direct children, by name."""
     candidates = [directory, *sorted(p for p in directory.iterdir() if p.is_dir())] if directory.is_dir() else []
     return [RunPaths(p) for p in candidates if (p / STATE_DIR_NAME).is_dir()]
+
+
+def cache_dir(name: str) -> Path:
+    """The user's folder for what is kept from run to run and can be made again, by what it is."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen) / name
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qcollect" / name

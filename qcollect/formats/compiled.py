@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from qcollect import paths
 from qcollect.formats import blocks, elements, random, records, scales
 from qcollect.formats.blocks import BlockSize, grouped
 from qcollect.formats.eager import Choices
@@ -103,7 +104,7 @@ def prepare(
         has_encode: whether the whole tensor has a scale; None: as the type is by itself.
         cache_dir: None: ``qcollect`` in the user's cache folder.
     """
-    folder = _default_cache_dir() if cache_dir is None else cache_dir
+    folder = paths.cache_dir("compiled") if cache_dir is None else cache_dir
     wanted = dict.fromkeys(
         _variant(entry, dtype, is_last=is_last, has_encode=has_encode)
         for entry in choices
@@ -452,20 +453,15 @@ def _digest(variant: Variant) -> str:
     """Names all that a library follows from: the variant, the code it was traced from, torch, and the processor."""
     modules = (blocks, elements, random, records, scales)
     functions = (_places_of, _micro_powers, _rounded, _spacing, _leading_power, _example, _compile)
-    parts = [repr(variant), torch.__version__, platform.machine(), _processor()]
+    parts = [repr(variant), torch.__version__, platform.machine(), processor()]
     parts += [inspect.getsource(part) for part in (*modules, _Quantize, *functions)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What code compiled for this processor may use: a home folder is often shared by unlike machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qcollect" / "compiled"

@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qcollect.formats.compiled import processor
+from qcollect.paths import cache_dir
+
 _SOURCE_PATH = Path(__file__).with_suffix(".c")
-_CACHE_VARIABLE = "QCOLLECT_CACHE_DIR"
 _COMPILERS = ("cc", "gcc", "clang")
 # Instructions of this processor, every operation rounded by itself, and no look at floating-point exceptions
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-shared")
@@ -54,7 +56,7 @@ def prepare() -> tuple[bool, str]:
         with _loaded.lock:
             if not _loaded.is_known:
                 try:
-                    _loaded.function = load_or_compile(_default_cache_dir())
+                    _loaded.function = load_or_compile(cache_dir("compiled"))
                 except Exception as error:  # a compiler, a folder, the loader: torch does without
                     _loaded.reason = _describe(error)
                 _loaded.is_known = True
@@ -132,21 +134,5 @@ def _describe(error: Exception) -> str:
 
 def _digest() -> str:
     """Names all that the library follows from: the source, how it is compiled, the system and the processor."""
-    parts = (_SOURCE_PATH.read_text(encoding="utf-8"), *_FLAGS, platform.system(), platform.machine(), _processor())
+    parts = (_SOURCE_PATH.read_text(encoding="utf-8"), *_FLAGS, platform.system(), platform.machine(), processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def _processor() -> str:
-    """What code compiled for this processor may use: a home folder is often shared by unlike machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _default_cache_dir() -> Path:
-    chosen = os.environ.get(_CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen) / "compiled"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qcollect" / "compiled"

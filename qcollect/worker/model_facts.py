@@ -7,7 +7,6 @@ removed at any time. An answer with a problem in it is never kept.
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,12 +18,12 @@ from typing import Any, Self
 import xxhash
 
 import qcollect.paths
+from qcollect.paths import cache_dir
 from qcollect.plan.finding import Finding, Level
 from qcollect.plan.schedule import ModuleSites
 from qcollect.recipe.records import Recipe
 from qcollect.store.files import read_json, write_json_atomic
 
-CACHE_VARIABLE = "QCOLLECT_CACHE_DIR"
 _PACKAGES = ("torch", "transformers", "safetensors", "gguf")
 
 
@@ -60,7 +59,7 @@ class ModelFacts:
 
 def remember(recipe: Recipe, examine: Callable[[Recipe], ModelFacts]) -> ModelFacts:
     """``examine(recipe)``, or what it gave for the same recipe, files and versions before."""
-    path = _cache_dir() / f"{_key(recipe)}.json"
+    path = cache_dir("models") / f"{_key(recipe)}.json"
     with suppress(OSError, KeyError, TypeError, ValueError):
         stored = read_json(path)
         if stored is not None:
@@ -71,13 +70,6 @@ def remember(recipe: Recipe, examine: Callable[[Recipe], ModelFacts]) -> ModelFa
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomic(path, facts.to_dict())
     return facts
-
-
-def _cache_dir() -> Path:
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen) / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qcollect" / "models"
 
 
 def _key(recipe: Recipe) -> str:

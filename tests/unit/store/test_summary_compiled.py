@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qcollect.paths import cache_dir
 from qcollect.store import summary as summary_module
 from qcollect.store import summary_compiled, summary_cpu
 
@@ -173,10 +174,10 @@ def test_a_folder_that_cannot_be_made_is_no_failure(fresh: Path) -> None:
 
 def test_libraries_lie_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QCOLLECT_CACHE_DIR", str(tmp_path / "chosen"))
-    assert summary_compiled._default_cache_dir() == tmp_path / "chosen" / "compiled"
+    assert cache_dir("compiled") == tmp_path / "chosen" / "compiled"
     monkeypatch.delenv("QCOLLECT_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert summary_compiled._default_cache_dir() == tmp_path / "qcollect" / "compiled"
+    assert cache_dir("compiled") == tmp_path / "qcollect" / "compiled"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert summary_compiled._default_cache_dir() == tmp_path / "home" / ".cache" / "qcollect" / "compiled"
+    assert cache_dir("compiled") == tmp_path / "home" / ".cache" / "qcollect" / "compiled"

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from qcollect.paths import CACHE_VARIABLE
 from qcollect.plan.finding import Finding
 from qcollect.recipe.load import load_recipe
 from qcollect.worker import model_facts
@@ -11,7 +12,7 @@ from qcollect.worker.model_facts import ModelFacts, remember
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv(model_facts.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
 
 
@@ -102,6 +103,6 @@ def test_a_damaged_cache_is_looked_through(cache, examine, content):
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, examine, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(model_facts.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     recipe = load_recipe("tiny")
     assert remember(recipe, examine) == remember(recipe, examine)

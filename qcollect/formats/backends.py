@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qcollect.formats import compiled, triton_launch
+from qcollect.formats import compiled, triton_counts, triton_launch
 from qcollect.formats.eager import Choices
 from qcollect.formats.error_stats import ErrorStats, Totals
+from qcollect.formats.kernel import has_triton
 from qcollect.formats.records import ScaleRule, TensorScale
 from qcollect.formats.scales import power_of_two_scale, tensor_amax, tensor_encode
 
@@ -56,7 +57,7 @@ def run_with_stats(
     if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = triton_launch.run_with_stats(x, out, choices, encode, with_tensor_scale=True, histograms=histograms)
+    stats = triton_counts.run_with_stats(x, out, choices, encode, with_tensor_scale=True, histograms=histograms)
     return out, stats
 
 
@@ -65,7 +66,7 @@ def run_and_count(x: Tensor, choices: Choices, encode: Tensor | None, totals: To
     if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    triton_launch.run_and_count(x, out, choices, encode, totals)
+    triton_counts.run_and_count(x, out, choices, encode, totals)
     return out
 
 
@@ -80,10 +81,10 @@ def run_both_and_count(
     Args:
         totals: whose results come later (``Totals.pending``).
     """
-    if _is_on_cpu(x) or not triton_launch.supports_both_stats(x, *pair):
+    if _is_on_cpu(x) or not triton_counts.supports_both_stats(x, *pair):
         return None
     outs = (torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    triton_launch.run_both_and_count(x, outs, pair, encodes, totals)
+    triton_counts.run_both_and_count(x, outs, pair, encodes, totals)
     return outs
 
 
@@ -91,29 +92,35 @@ def count(x: Tensor, choices: Choices, encode: Tensor | None, totals: Totals) ->
     """The totals of ``run_with_stats`` to ``totals``; whether that is possible."""
     if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return False
-    triton_launch.count(x, choices, encode, totals)
+    triton_counts.count(x, choices, encode, totals)
     return True
 
 
-def prepare_count(x: Tensor, choices: Choices, *, with_values: bool) -> triton_launch.PreparedCount | None:
-    """``run_and_count`` or ``count`` for tensors like ``x``, many times; None where that is not possible."""
+def prepare_count(
+    x: Tensor, choices: Choices, tensor_scale: TensorScale | None, *, with_values: bool
+) -> triton_counts.PreparedCount | None:
+    """``run_and_count`` or ``count`` for tensors like ``x``, many times; None where that is not possible.
+
+    Args:
+        tensor_scale: what each one's factor follows from its abs max by; None: it has none.
+    """
     if _is_on_cpu(x) or not triton_launch.supports(x, choices):
         return None
-    return triton_launch.PreparedCount(x, choices, with_values=with_values)
+    return triton_counts.PreparedCount(x, choices, with_values=with_values, tensor_scale=tensor_scale)
 
 
-def prepare_pair(x: Tensor, last: Choices, first: Choices) -> triton_launch.PreparedPair | None:
-    """``run_both_and_count`` for tensors like ``x``, many times; None where that is not possible."""
-    if _is_on_cpu(x) or not triton_launch.supports_both_stats(x, last, first):
+def prepare_pair(x: Tensor, last: Choices, first: Choices, *, with_values: bool) -> triton_counts.PreparedPair | None:
+    """``run_both_and_count`` or two ``count`` for tensors like ``x``, many times; None where that is not possible."""
+    if _is_on_cpu(x) or not triton_counts.supports_both_stats(x, last, first):
         return None
-    return triton_launch.PreparedPair(x, last, first)
+    return triton_counts.PreparedPair(x, last, first, with_values=with_values)
 
 
 def count_limited(x: Tensor, choices: Choices, encode: Tensor | None) -> Tensor | None:
     """How many elements of ``x`` (not empty) are clamped, 0-dim int64; None: by plain torch."""
     if _is_on_cpu(x) or not triton_launch.supports_stats(x, choices):
         return None
-    return triton_launch.count_limited(x, choices, encode)
+    return triton_counts.count_limited(x, choices, encode)
 
 
 def find_amax(x: Tensor, tensor_scale: TensorScale) -> Tensor:
@@ -139,4 +146,4 @@ def _is_on_cpu(x: Tensor) -> bool:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.numel() > 0 and triton_launch.has_triton()
+    return x.device.type == "cuda" and x.numel() > 0 and has_triton()

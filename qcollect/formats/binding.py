@@ -13,7 +13,8 @@ from qcollect.formats import backends
 from qcollect.formats.eager import Choices, Scaled, limit_values, restore_values, round_values, scale_values
 from qcollect.formats.error_stats import ErrorStats, Totals, measure
 from qcollect.formats.quantized import Quantized, ScaleCodes, block_scale_codes, make_codes, scale_codes
-from qcollect.formats.triton_launch import PreparedCount, PreparedPair
+from qcollect.formats.records import TensorScale
+from qcollect.formats.triton_counts import PreparedCount, PreparedPair
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen: that takes three times as long to make
@@ -25,12 +26,14 @@ class Binding:
         source: what is quantized: ``x`` itself, or its Hadamard transform.
         choices: for this tensor, with the seed.
         encode: 0-dim float32, what the whole tensor is multiplied with; None: nothing.
+        own_scale: what ``encode`` follows from the abs max of ``source`` by; None: from something else.
     """
 
     x: Tensor
     source: Tensor
     choices: Choices
     encode: Tensor | None
+    own_scale: TensorScale | None = None
 
     @property
     def is_trivial(self) -> bool:
@@ -123,12 +126,13 @@ class Binding:
         """``measured_values`` or ``measure`` of tensors like ``x``, contiguous ones; None where each is different."""
         if not self._is_alike():
             return None
-        return backends.prepare_count(self.x, self.choices, with_values=with_values)
+        return backends.prepare_count(self.x, self.choices, self.own_scale, with_values=with_values)
 
     def _is_alike(self) -> bool:
-        """Whether all tensors of this shape are treated alike, whatever is in them."""
+        """Whether all that tensors of this shape are treated by follows from themselves."""
+        is_given = self.encode is not None and self.own_scale is None
         is_drawn = self.choices.rounding == "stochastic"
-        return self.source is self.x and self.encode is None and not self.is_trivial and not is_drawn
+        return self.source is self.x and not (is_given or is_drawn or self.is_trivial)
 
     def _values(self, out: Tensor | None, *, with_tensor_scale: bool) -> Tensor:
         x, source = self.x, self.source
@@ -196,11 +200,12 @@ def measured_both(last: Binding, first: Binding, totals: tuple[Totals, Totals]) 
     return backends.run_both_and_count(last.x, (last.choices, first.choices), (last.encode, first.encode), totals)
 
 
-def prepare_both(last: Binding, first: Binding) -> PreparedPair | None:
-    """``measured_both`` of tensors like this one, contiguous ones; None where each is different."""
-    if not (last._is_alike() and first._is_alike()):
+def prepare_both(last: Binding, first: Binding, *, with_values: bool) -> PreparedPair | None:
+    """``measured_both``, or ``measure`` of both, of tensors like this one, contiguous; None: each is different."""
+    pair = (last, first)
+    if any(b.encode is not None or not b._is_alike() for b in pair):
         return None
-    return backends.prepare_pair(last.x, last.choices, first.choices)
+    return backends.prepare_pair(last.x, last.choices, first.choices, with_values=with_values)
 
 
 def _overlaps(out: Tensor, x: Tensor) -> bool:

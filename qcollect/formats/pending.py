@@ -35,11 +35,9 @@ class PendingShares:
                 kept until then.
             facts: what the row says, after where shares and result are.
         """
-        size = num_numbers + num_numbers % 2  # kernels want starts at multiples of 16 bytes
+        size = _padded(num_numbers)
         if self._end + size > self._memory.numel():
-            self.finish()
-            if size > self._memory.numel():
-                self._memory, self._views = self._memory.new_empty(size), {}
+            self.make_room(num_numbers)
         start, self._end = self._end, self._end + size
         view = self._views.get((start, num_numbers))
         if view is None:
@@ -48,6 +46,15 @@ class PendingShares:
             view = self._views[start, num_numbers] = self._memory[start : start + num_numbers]
         self._rows.append((start, (out.data_ptr() - self._memory.data_ptr()) // 8, *facts))
         return view
+
+    def make_room(self, *nums_numbers: int) -> None:
+        """What waits is finished, unless there is room for so many more: for what one launch takes several times."""
+        size = sum(map(_padded, nums_numbers))
+        if self._end + size <= self._memory.numel():
+            return
+        self.finish()
+        if size > self._memory.numel():
+            self._memory, self._views = self._memory.new_empty(size), {}
 
     def finish(self) -> None:
         """Have the results put where they are to be."""
@@ -58,3 +65,8 @@ class PendingShares:
         self._rows.clear()
         self._end = 0
         self._finish(self._memory, rows.to(self._memory.device, non_blocking=True))
+
+
+def _padded(num_numbers: int) -> int:
+    """Kernels want starts at multiples of 16 bytes."""
+    return num_numbers + num_numbers % 2

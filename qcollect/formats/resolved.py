@@ -256,7 +256,11 @@ class Quantizer:
         x = x.detach() if x.requires_grad else x
         source = x if self.hadamard is None else self._rotated(x, hadamard_seed)
         choices = self.choices_for(x, seed or 0)
-        return Binding(x=x, source=source, choices=choices, encode=self._encode_of(source, scale, amax))
+        if scale is None and amax is None and self.has_tensor_scale and source.numel():
+            own_scale = self.quant_type.tensor_scale
+            encode = None if own_scale is None else backends.find_encode(source, own_scale, self.scale_rule)
+            return Binding(x=x, source=source, choices=choices, encode=encode, own_scale=own_scale)
+        return Binding(x=x, source=source, choices=choices, encode=self._given_encode(source, scale, amax))
 
     def choices_for(self, x: Tensor, seed: int = 0) -> Choices:
         """``choices`` for a tensor of this shape and dtype; its values are not looked at.
@@ -295,18 +299,11 @@ class Quantizer:
             return x
         return rotate(x.reshape(1) if x.dim() == 0 else x, self._given_axis(x), self.hadamard, seed)
 
-    def _encode_of(self, source: Tensor, scale: float | Tensor | None, amax: float | Tensor | None) -> Tensor | None:
-        """What the whole tensor is multiplied with: by the scale or abs max given, else by its own abs max."""
+    def _given_encode(self, source: Tensor, scale: float | Tensor | None, amax: float | Tensor | None) -> Tensor | None:
+        """What the whole tensor is multiplied with by the scale or abs max given."""
         if scale is not None:
             return _as_factor(scale, source).reciprocal()
-        if amax is not None:
-            return self._encode(_as_factor(amax, source))
-        if not self.has_tensor_scale:
-            return None
-        tensor_scale = self.quant_type.tensor_scale
-        if tensor_scale is None or source.numel() == 0:
-            return None
-        return backends.find_encode(source, tensor_scale, self.scale_rule)
+        return None if amax is None else self._encode(_as_factor(amax, source))
 
     def _encode(self, amax: Tensor) -> Tensor | None:
         tensor_scale = self.quant_type.tensor_scale

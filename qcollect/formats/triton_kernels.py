@@ -161,16 +161,19 @@ def _counted_bits(x, RULE: tl.constexpr):
 def amax_kernel(
     x_ptr,
     found_ptr,
+    zeros_ptr,
     num_elements,
     RULE: tl.constexpr,
     SIZE: tl.constexpr,
     IS_LARGE: tl.constexpr,
     IS_ONE: tl.constexpr,
 ):
-    """The abs max of every so many pieces of ``x``; by a single program at once the result.
+    """The abs max of ``x``: each program takes every so many pieces, and the one that is done last stores the result.
 
     Args:
-        found_ptr: float32: the result (the abs max, or the factor), the shares of programs.
+        found_ptr: float32: the abs max, or the factor that follows.
+        zeros_ptr: (2,) int64, zero, and zero again when the kernel is over: the largest so far, by its bits, and how
+            many programs are done. A single program needs none.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     if IS_LARGE:
@@ -187,12 +190,9 @@ def amax_kernel(
     if IS_ONE:
         _finish_amax(result, found_ptr, RULE)
     else:
-        tl.store(found_ptr + 1 + program, as_float(result))
-
-
-@triton.jit
-def finish_amax_kernel(found_ptr, num_programs, RULE: tl.constexpr, SIZE: tl.constexpr):
-    """The largest of the programs' abs maxima, by one program."""
-    index = tl.arange(0, SIZE)
-    bits = tl.max(as_bits(tl.load(found_ptr + 1 + index, mask=index < num_programs, other=0.0)))
-    _finish_amax(bits, found_ptr, RULE)
+        tl.atomic_max(zeros_ptr, result.to(tl.int64), sem="relaxed")
+        num_done = tl.atomic_add(zeros_ptr + 1, tl.full((), 1, tl.int64), sem="acq_rel")
+        if num_done == num_programs - 1:
+            bits = tl.atomic_xchg(zeros_ptr, tl.full((), 0, tl.int64), sem="relaxed").to(tl.int32)
+            tl.store(zeros_ptr + 1, tl.full((), 0, tl.int64))
+            _finish_amax(bits, found_ptr, RULE)

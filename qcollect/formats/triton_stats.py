@@ -121,6 +121,7 @@ def quantize_both_stats_kernel(
     LAST_TILE: tl.constexpr,
     FIRST: tl.constexpr,
     FIRST_TILE: tl.constexpr,
+    WRITES: tl.constexpr,
 ):
     """``_quantize_and_count`` of a tensor along its last axis, by the first programs, and along its first axis."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -128,14 +129,14 @@ def quantize_both_stats_kernel(
         _quantize_and_count(
             x_ptr, last_ptr, last_encode_ptr, last_shares_ptr, last_shares_ptr, program, num_last,
             seed_low, seed_high, num_rows, num_columns, row_blocks, column_blocks, num_bands, num_tiles,
-            LAST, LAST_TILE, False, True,
+            LAST, LAST_TILE, False, WRITES,
         )  # fmt: skip
     else:
         _quantize_and_count(
             x_ptr, first_ptr, first_encode_ptr, first_shares_ptr, first_shares_ptr,
             program - num_last, num_programs - num_last, first_seed_low, first_seed_high,
             first_num_rows, first_num_columns, first_row_blocks, first_column_blocks, first_num_bands, first_num_tiles,
-            FIRST, FIRST_TILE, False, True,
+            FIRST, FIRST_TILE, False, WRITES,
         )  # fmt: skip
 
 
@@ -655,7 +656,9 @@ def _counts(shares_ptr, num_shares):
     return (shares_ptr + 2 * num_shares).to(tl.pointer_type(tl.int32), bitcast=True) + num_shares
 
 
-@triton.jit
+# Numbers are added up in the order in which threads hold them, which follows from what is known of addresses: no more
+# here than where many are put together.
+@triton.jit(do_not_specialize=["num_shares"], do_not_specialize_on_alignment=["shares_ptr", "totals_ptr"])
 def finish_stats_kernel(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS: tl.constexpr, SIZE: tl.constexpr):
     """One statistic a program: the shares put together in a fixed order.
 
@@ -665,7 +668,7 @@ def finish_stats_kernel(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS: tl.const
     _finish_statistic(shares_ptr, totals_ptr, num_shares, HAS_BLOCKS, tl.program_id(0), SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["memory_ptr"])
 def finish_many_stats_kernel(memory_ptr, rows_ptr, NUM_STATISTICS: tl.constexpr, SIZE: tl.constexpr):
     """``finish_stats_kernel`` for many, one after the other.
 

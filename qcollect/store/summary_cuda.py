@@ -1,18 +1,16 @@
 """The summary of a CUDA tensor by Triton kernels: one launch, or two; a copy of it on the way, if that is wanted.
 
-Nothing waits for the device. Triton is imported when a tensor first asks for it. It works out at every launch which
-compiled kernel its arguments belong to, which takes longer than a small launch itself; here that is kept, for all sizes
-of a dtype.
+Nothing waits for the device.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qcollect.formats.kernel import Launch, has_triton
 from qcollect.formats.pending import PendingShares
-from qcollect.formats.triton_launch import has_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NUM_FIELDS = 9
@@ -23,8 +21,7 @@ _MAX_TILES_OF_ONE = 16  # up to which one program alone is faster than several a
 _FINISH_WARPS = 8
 _MAX_INT32 = (1 << 31) - 1
 _PENDING_NUMBERS = 1 << 20
-
-_compiled: dict[tuple[object, ...], Any] = {}
+_KERNELS = "qcollect.store.summary_kernels"
 
 
 class Room(NamedTuple):
@@ -89,52 +86,34 @@ def summarize(
     else:
         shares = pending.take(_NUM_FIELDS * num_programs, summary, num_programs)
     is_large = num_elements + _TILE_SIZE * (2 * num_programs + 1) > _MAX_INT32
-    constants = (_TILE_SIZE, 16 // flat.element_size(), is_large, room is not None)
-    key: tuple[Any, ...] = ("summarize_kernel", device.index, flat.dtype, num_elements > _MAX_INT32, constants)
+    launch = _summarize(flat.dtype, is_large, room is not None, num_elements > _MAX_INT32)
     copy = flat.data_ptr() if room is None else room.memory.data_ptr() + room.start
     addresses = (flat.data_ptr(), copy, shares.data_ptr())
-    if not _start(key, num_programs, (*addresses, num_elements, *constants)):
+    if not launch.start_aligned(device.index, addresses, (num_elements,), num_programs):
         copied = flat if room is None else room.view(num_elements, flat.dtype)
-        _compile(key, num_programs, (flat, copied, shares, num_elements, *constants), num_warps=1)
+        launch.start((flat, copied, shares), (num_elements,), num_programs=num_programs)
     if num_programs > 1 and pending is None:
-        key = ("finish_summary_kernel", device.index)
-        if not _start(key, 1, (shares.data_ptr(), summary.data_ptr(), num_programs, _NUM_PROGRAMS)):
-            _compile(key, 1, (shares, summary, num_programs, _NUM_PROGRAMS), num_warps=_FINISH_WARPS)
+        _finish(_NUM_PROGRAMS).start((shares, summary), (num_programs,))
     return summary
 
 
 def _finish_many(memory: Tensor, rows: Tensor) -> None:
-    key = ("finish_many_summaries_kernel", memory.device.index)
-    if not _start(key, rows.shape[0], (memory.data_ptr(), rows.data_ptr(), _NUM_PROGRAMS)):
-        _compile(key, rows.shape[0], (memory, rows, _NUM_PROGRAMS), num_warps=_FINISH_WARPS)
-
-
-def _start(key: tuple[Any, ...], num_programs: int, arguments: tuple[object, ...]) -> bool:
-    """Starts a kernel on the current device, if it was compiled before for such arguments.
-
-    Args:
-        key: its name, the index of the device, and all that it is compiled for.
-        arguments: tensors by their addresses, at multiples of 16 bytes.
-    """
-    compiled = _compiled.get(key)
-    if compiled is None:
-        return False
-    run, function, metadata, stream_of = compiled
-    run(num_programs, 1, 1, stream_of(key[1]), function, metadata, None, None, None, *arguments)
-    return True
-
-
-def _compile(key: tuple[Any, ...], num_programs: int, arguments: tuple[object, ...], *, num_warps: int) -> None:
-    """``_start`` for the first time, with tensors themselves."""
-    kernels = _kernels()
-    found = kernels[key[0]][(num_programs,)](*arguments, num_warps=num_warps)
-    if found is not None and key[1] is not None:
-        stream_of = kernels["triton"].runtime.driver.active.get_current_stream
-        _compiled[key] = (found.run, found.function, found.packed_metadata, stream_of)
+    _finish_all(_NUM_PROGRAMS).start((memory, rows), num_programs=rows.shape[0])
 
 
 @cache
-def _kernels() -> dict[str, Any]:
-    from qcollect.store import summary_kernels
+def _summarize(dtype: torch.dtype, is_large: bool, copies: bool, has_large_size: bool) -> Launch:
+    """For all sizes, below 2^31 or not (``has_large_size``): what is compiled is kept for each of the two."""
+    numbers = (_TILE_SIZE, 16 // dtype.itemsize, is_large, copies)
+    return Launch(module=_KERNELS, name="summarize_kernel", numbers=numbers, num_warps=1, fuses=True)
 
-    return vars(summary_kernels)
+
+@cache
+def _finish(size: int) -> Launch:
+    return Launch(module=_KERNELS, name="finish_summary_kernel", numbers=(size,), num_warps=_FINISH_WARPS, fuses=True)
+
+
+@cache
+def _finish_all(size: int) -> Launch:
+    name = "finish_many_summaries_kernel"
+    return Launch(module=_KERNELS, name=name, numbers=(size,), num_warps=_FINISH_WARPS, fuses=True)

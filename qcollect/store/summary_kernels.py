@@ -115,7 +115,9 @@ def summarize_kernel(
     tl.store(share_ptr + 8 * num_programs, tl.min(leasts).to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["num_shares"])
+# Numbers are added up in the order in which threads hold them, which follows from what is known of addresses: no more
+# here than where many are put together.
+@triton.jit(do_not_specialize=["num_shares"], do_not_specialize_on_alignment=["shares_ptr", "summary_ptr"])
 def finish_summary_kernel(shares_ptr, summary_ptr, num_shares, SIZE: tl.constexpr):
     """Shares put together, by one program.
 
@@ -126,7 +128,7 @@ def finish_summary_kernel(shares_ptr, summary_ptr, num_shares, SIZE: tl.constexp
     _finish_summary(shares_ptr, summary_ptr, num_shares, SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["memory_ptr"])
 def finish_many_summaries_kernel(memory_ptr, rows_ptr, SIZE: tl.constexpr):
     """``finish_summary_kernel`` for many, a program each.
 

@@ -1,14 +1,16 @@
 """What stays the same of a tensor or an operand that is measured again and again: its lines, and how it is counted."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
+from qcollect.formats.binding import prepare_both
 from qcollect.formats.resolved import Quantizer
 from qcollect.formats.scope import is_distributed
-from qcollect.formats.triton_launch import PreparedCount
+from qcollect.formats.triton_counts import PreparedCount, PreparedPair
+from qcollect.plan.schedule import PlannedCapture
 from qcollect.recipe.conflicts import of_type
 from qcollect.recipe.records import QuantSpec
 from qcollect.store.summary_cuda import supports as has_kernel
@@ -20,6 +22,14 @@ from qcollect.worker.saver import Saver, describe_capture
 from qcollect.worker.sharding import describe_sharding
 from qcollect.worker.sink import Observer
 
+SHARED = frozenset({"input"})  # what several modules may read: q, k and v, gate and up
+# the gemms of a linear that read one operand, along its last axis and, later, along its first
+_READ_AGAIN = {
+    ("input", Gemm.FPROP): Gemm.WGRAD,
+    ("weight", Gemm.FPROP): Gemm.DGRAD,
+    ("grad_output", Gemm.DGRAD): Gemm.WGRAD,
+}
+
 Shadows = Mapping[tuple[LayerType, str, Gemm], tuple[tuple[str, Quantizer], ...]]
 
 
@@ -30,13 +40,39 @@ def shadows_of(shadow: Sequence[str], quant: QuantSpec) -> Shadows:
         FormatError: a type, rule or rounding that does not exist together.
     """
     found: dict[tuple[LayerType, str, Gemm], tuple[tuple[str, Quantizer], ...]] = {}
+    kept: dict[Quantizer, Quantizer] = {}
     for name in shadow:
         policy = QuantPolicy.from_spec(of_type(quant, name))
         for layer_type in LayerType:
             for (tensor_name, gemm), quantizer in policy.by_layer_type(layer_type).items():
                 place = (layer_type, tensor_name, gemm)
+                if _is_without_axis(quantizer):  # one for all gemms that read a tensor
+                    quantizer = replace(quantizer, axis=-1)
+                quantizer = kept.setdefault(quantizer, quantizer)
                 found[place] = (*found.get(place, ()), (quantizer.quant_type.name, quantizer))
     return found
+
+
+def _is_without_axis(quantizer: Quantizer) -> bool:
+    """Whether it does the same to a tensor whatever axis a gemm contracts."""
+    return quantizer.block_size is None and not quantizer.draws
+
+
+class Shadow(NamedTuple):
+    """A further type that an operand is measured under.
+
+    Args:
+        prepared: what counts it; None: nothing that could be found once.
+        is_shared: whether somebody else may measure the same.
+        other: of the gemm that reads the tensor later, along its first axis.
+        with_other: what counts both at once; None: nothing does.
+    """
+
+    quantizer: Quantizer
+    prepared: PreparedCount | None
+    is_shared: bool
+    other: Quantizer | None = None
+    with_other: PreparedPair | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +82,7 @@ class OperandSite:
     template: LineTemplate
     quantizer: Quantizer
     own: PreparedCount | None
-    shadows: tuple[tuple[Quantizer, PreparedCount | None], ...]
+    shadows: tuple[Shadow, ...]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -85,9 +121,11 @@ class MeasuredSites:
 
     Args:
         shadows: types beside the gemms' own.
+        captures: those of a micro-batch.
     """
 
-    def __init__(self, saver: Saver, observer: Observer, shadows: Shadows) -> None:
+    def __init__(self, saver: Saver, observer: Observer, shadows: Shadows, captures: Sequence[PlannedCapture]) -> None:
+        self._wants = frozenset(map(want_key, captures))
         self.templates: list[LineTemplate] = []
         self.device = torch.device("cpu")  # where numbers are measured into tables
         self._saver, self._observer, self._shadows = saver, observer, shadows
@@ -187,8 +225,26 @@ class MeasuredSites:
                 quantizer=None if use.amax is None else quantizer,
             ),
             own=prepared[0],
-            shadows=tuple((shadow, each) for (_, shadow), each in zip(others, prepared[1:], strict=True)),
+            shadows=tuple(
+                self._make_shadow(planned, use, name, shadow, each)
+                for (name, shadow), each in zip(others, prepared[1:], strict=True)
+            ),
         )
+
+    def _make_shadow(
+        self, planned: PlannedCapture, use: Use, name: str, shadow: Quantizer, prepared: PreparedCount | None
+    ) -> Shadow:
+        tensor_name = planned.tensor_name
+        is_shared = tensor_name in SHARED or _is_without_axis(shadow)
+        gemm = None if planned.layer_type != LayerType.LINEAR else _READ_AGAIN.get((tensor_name, use.gemm))
+        if prepared is None or gemm is None or (planned.module, tensor_name, gemm) not in self._wants:
+            # one that was read before is found, if that measured it along this axis, too
+            return Shadow(shadow, prepared, is_shared or planned.layer_type == LayerType.LINEAR)
+        other = dict(self._shadows.get((planned.layer_type, tensor_name, gemm), ())).get(name)
+        with_other = None
+        if other is not None and other is not shadow and use.binding.x.dim() == 2:
+            with_other = prepare_both(use.under(shadow), use.under(other), with_values=False)
+        return Shadow(shadow, prepared, is_shared or with_other is not None, other, with_other)
 
     def _metadata(
         self, claim: Claim, sharding: dict[str, Any] | None, consumers: Sequence[dict[str, Any]] = ()

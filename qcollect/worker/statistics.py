@@ -28,7 +28,7 @@ from qcollect.formats.error_stats import NUM_TOTALS, Totals
 from qcollect.formats.pending import PendingShares
 from qcollect.formats.resolved import Quantizer
 from qcollect.formats.scope import is_distributed
-from qcollect.formats.triton_launch import PreparedPair, pending_stats
+from qcollect.formats.triton_counts import PreparedPair, pending_stats
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.store.files import LineFile
 from qcollect.store.manifest import ManifestRecord
@@ -45,7 +45,7 @@ from qcollect.worker.lines import (
     Measured,
     encode_moment,
 )
-from qcollect.worker.measured_sites import MeasuredSites, OperandSite, Shadows
+from qcollect.worker.measured_sites import SHARED, MeasuredSites, OperandSite, Shadow, Shadows
 from qcollect.worker.policy import Use
 from qcollect.worker.resume import Kept
 from qcollect.worker.saver import Saver, plain_value
@@ -58,7 +58,6 @@ from qcollect.worker.write_lines import Appended, LineProcess, append_lines
 from qcollect.worker.writers import WriterPool
 
 _MAX_QUEUED = 64  # micro-batches whose lines are to be written, until training waits
-_SHARED = frozenset({"input"})  # what several modules may read: q, k and v, gate and up
 _WITHOUT_FLOAT64 = ("mps",)
 
 
@@ -94,9 +93,11 @@ class StatisticsSink:
         self.waited_s = 0.0
         self._manifest = LineFile(saver.paths.manifest_path(observer.rank.rank), durable=settings.durability == "all")
         self._num_rows = sum(
-            1 if c.gemm is None else 1 + len(shadows.get((c.layer_type, c.tensor_name, c.gemm), ())) for c in captures
+            # a further type twice: where its other gemm turns out to read other memory, that is measured again
+            1 if c.gemm is None else 1 + 2 * len(shadows.get((c.layer_type, c.tensor_name, c.gemm), ()))
+            for c in captures
         )
-        self._sites = MeasuredSites(saver, observer, shadows)
+        self._sites = MeasuredSites(saver, observer, shadows, captures)
         self._pairs: dict[tuple[int, int, torch.Size, torch.dtype], PreparedPair] = {}  # of planned captures
         self._open: dict[int, tuple[Frame, Batch]] = {}
         self._pool: WriterPool[Batch] | None = None
@@ -187,7 +188,7 @@ class StatisticsSink:
         site = self._sites.of_tensor(claim, tensor, local)
         has_kernel = site.has_kernel and local.is_contiguous() and not local.is_neg()
         value = local if has_kernel else plain_value(local)
-        identity = identity_of(value) if claim.planned.tensor_name in _SHARED else None
+        identity = identity_of(value) if claim.planned.tensor_name in SHARED else None
         row, is_new = (batch.row(), True) if identity is None else batch.find(identity, value)
         if is_new:
             out = batch.table.summaries[row]
@@ -210,7 +211,7 @@ class StatisticsSink:
         pending = self._pending_of(batch).totals
         if pending is None:
             return None
-        identity = identity_of(operand) if claim.planned.tensor_name in _SHARED else None
+        identity = identity_of(operand) if claim.planned.tensor_name in SHARED else None
         row, is_new = _place(batch, site.quantizer, identity, operand)
         if not is_new:
             return None
@@ -253,14 +254,30 @@ class StatisticsSink:
     ) -> None:
         """Measure an operand under the further types, too; ``row`` has its own."""
         rows = [row]
-        for quantizer, prepared in site.shadows:
-            row, is_new = _place(batch, quantizer, identity, operand)
+        for shadow in site.shadows:
+            if shadow.is_shared and identity is None:
+                identity = identity_of(operand)
+            row, is_new = _place(batch, shadow.quantizer, identity if shadow.is_shared else None, operand)
             rows.append(row)
-            if is_new and prepared is not None:
-                prepared(operand, operand, batch.table.totals[row].numbers, pending)
-            elif is_new:
-                self._measured(batch, row, operand.device, quantizer.bind(operand).measure)
+            if not is_new:
+                continue
+            if shadow.with_other is not None and identity is not None:
+                other_row, _ = batch.find((identity, id(shadow.other)), operand)
+                self._count_both(batch, shadow, operand, (row, other_row), pending)
+            elif shadow.prepared is not None:
+                shadow.prepared(operand, operand, batch.table.totals[row].numbers, pending)
+            else:
+                self._measured(batch, row, operand.device, shadow.quantizer.bind(operand).measure)
         self._record(batch, (site.template, tuple(rows), None, None))
+
+    def _count_both(
+        self, batch: Batch, shadow: Shadow, operand: torch.Tensor, rows: tuple[int, int], pending: PendingShares
+    ) -> None:
+        """Measure an operand along the axis of its gemm and along that of the gemm that reads it later."""
+        assert shadow.with_other is not None
+        totals = batch.table.totals[rows[0]], batch.table.totals[rows[1]]
+        totals[0].pending = totals[1].pending = pending
+        shadow.with_other(operand, (operand, operand), totals)
 
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         frame, batch = self._open[id(claim.frame)]
@@ -285,7 +302,7 @@ class StatisticsSink:
 
     def _consume(self, batch: Batch, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         x = use.binding.x
-        identity = identity_of(x) if claim.planned.tensor_name in _SHARED else None
+        identity = identity_of(x) if claim.planned.tensor_name in SHARED else None
         rows = []
         if use.quantizer.is_identity:
             consumed = quantize(use)
@@ -301,7 +318,7 @@ class StatisticsSink:
     ) -> tuple[Operand, Operand] | None:
         """By one launch, where that can be: nothing of one matrix is measured for another module, too."""
         pending = self._pending_of(batch).totals
-        if pending is None or uses[0].binding.x.device != self._device or claims[0].planned.tensor_name in _SHARED:
+        if pending is None or uses[0].binding.x.device != self._device or claims[0].planned.tensor_name in SHARED:
             return None
         num_rows = batch.num_rows
         rows, totals = self._two_rows(batch, pending)
@@ -311,7 +328,9 @@ class StatisticsSink:
             return None
         for claim, use, row in zip(claims, uses, rows, strict=True):
             self._record_use(batch, self._sites.of_operand(claim, use), use, [row], None)
-        pair = None if is_distributed(uses[0].original) else prepare_both(uses[0].binding, uses[1].binding)
+        pair = (
+            None if is_distributed(uses[0].original) else prepare_both(*(use.binding for use in uses), with_values=True)
+        )
         if pair is not None:
             x = uses[0].binding.x
             self._pairs[id(claims[0].planned), id(claims[1].planned), x.shape, x.dtype] = pair
@@ -328,11 +347,13 @@ class StatisticsSink:
     ) -> None:
         """Measure an operand under the further types, too; ``rows`` has its own."""
         x = use.binding.x
-        for quantizer, _ in site.shadows:
-            row, is_new = _place(batch, quantizer, identity, x)
+        for shadow in site.shadows:
+            if shadow.is_shared and identity is None:
+                identity = identity_of(x)
+            row, is_new = _place(batch, shadow.quantizer, identity if shadow.is_shared else None, x)
             rows.append(row)
             if is_new:
-                self._measured(batch, row, x.device, use.under(quantizer).measure)
+                self._measured(batch, row, x.device, use.under(shadow.quantizer).measure)
         amax_place = None
         if use.amax is not None:
             amax_place = len(batch.amaxes)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch import Tensor
 
-from qcollect.formats import triton_launch
+from qcollect.formats import triton_counts, triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.eager import Choices
 from qcollect.formats.elements import HYBRID_SOURCES
@@ -93,7 +93,7 @@ def cases(
 
     def counted(name: str, axis: int, histograms: bool) -> Callable[[int], object]:
         choices = choices_of(name, dtype, axis)
-        return lambda i: triton_launch.run_with_stats(
+        return lambda i: triton_counts.run_with_stats(
             xs[i % num], outs[i % num], choices, None, with_tensor_scale=True, histograms=histograms
         )
 

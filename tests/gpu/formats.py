@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qcollect.formats import triton_launch
+from qcollect.formats import triton_counts, triton_launch
 from qcollect.formats.blocks import BlockSize
 from qcollect.formats.catalog import E2M1, E2M3, E3M2, E4M3, E5M2, QUANT_TYPES
 from qcollect.formats.codes import encode_scale
@@ -359,75 +359,90 @@ def counted_tensors(device: str) -> Iterator[tuple[str, tuple[int, ...], int, to
 def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
     """Counts exactly, sums to a part in a million; the same bits a second time, and put together with others' later."""
     done = 0
-    pending, waiting, kept = triton_launch.pending_stats(torch.device(device)), [], []
+    pending = triton_counts.pending_stats(torch.device(device))
+    waiting: list[tuple[str, Tensor, list[float]]] = []
+    kept = []
     for num, (name, shape, axis, dtype, kind) in enumerate(counted_tensors(device)):
         if num % num_parts != part:
             continue
+        what = f"{name} {shape} axis {axis} {dtype} {kind}"
         x = random_tensor(shape, dtype, kind, torch.Generator().manual_seed(num))
         choices = make_choices(QUANT_TYPES[name], x, axis)
         encode = encode_of(x, choices)
         found_encode = None if encode is None else encode.to(device)
         expected, first, alone = reference_stats(x, choices, encode), None, {}
+        values = reference(x, choices, encode)
         for histograms in (True, False, True) if device == "cuda" else (True, False):
             out = torch.full(shape, 777.0, dtype=dtype, device=device)
-            found = triton_launch.run_with_stats(
+            found = triton_counts.run_with_stats(
                 x.to(device), out, choices, found_encode, with_tensor_scale=True, histograms=histograms
             ).to_dict()
-            assert num_different(out, reference(x, choices, encode)) == 0
+            assert_values(out, values, what)
             if first is not None and histograms:
-                assert found == first, (
-                    f"{name} {shape} axis {axis} {dtype} {kind}: {found} the second time, not {first}"
-                )
+                assert found == first, f"{what}: {found} the second time, not {first}"
             first = first or found
             alone = alone if histograms else found
             for key, value in expected.items():
                 if found[key] is None and not histograms:
                     continue
                 is_right = abs(found[key] - value) <= 1e-6 * value if isinstance(value, float) else found[key] == value
-                assert is_right, f"{key} of {name} {shape} axis {axis} {dtype} {kind}: {found[key]} instead of {value}"
+                assert is_right, f"{key} of {what}: {found[key]} instead of {value}"
+        done += 1
         if device == "cpu" and num // 8 % 4:  # by the interpreter it all takes long
-            done += 1
             continue
-        count = int(triton_launch.count_limited(x.to(device), choices, found_encode))
-        assert count == expected["num_clamped"], f"{name} {shape} axis {axis} {dtype} {kind}: {count} are clamped"
+        count = int(triton_counts.count_limited(x.to(device), choices, found_encode))
+        assert count == expected["num_clamped"], f"{what}: {count} are clamped"
+        expected_totals = [alone[key] for key in TOTALS]
         out = torch.full(shape, 777.0, dtype=dtype, device=device)
         for with_values in (True, False):
             totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
             if with_values:
-                triton_launch.run_and_count(x.to(device), out, choices, found_encode, Totals(totals, pending))
+                triton_counts.run_and_count(x.to(device), out, choices, found_encode, Totals(totals, pending))
             else:
-                triton_launch.count(x.to(device), choices, found_encode, Totals(totals, pending))
-            waiting.append((totals, [alone[key] for key in TOTALS]))
-        assert num_different(out, reference(x, choices, encode)) == 0
-        if encode is None:
-            there = x.to(device).contiguous()
-            for with_values in (True, False):
-                prepared = triton_launch.PreparedCount(there, choices, with_values=with_values)
-                for _ in range(2):  # compiled, and found
-                    totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
-                    out = torch.full(shape, 777.0, dtype=dtype, device=device)
-                    prepared(there, out if with_values else there, totals, pending)
-                    waiting.append((totals, [alone[key] for key in TOTALS]))
-                assert not with_values or num_different(out, reference(x, choices, encode)) == 0
+                triton_counts.count(x.to(device), choices, found_encode, Totals(totals, pending))
+            waiting.append((f"{what}, values {with_values}", totals, expected_totals))
+        assert_values(out, values, f"{what}, counted")
+        there = x.to(device).contiguous()
+        tensor_scale = None if encode is None else QUANT_TYPES[name].tensor_scale
+        for with_values in (True, False):
+            prepared = triton_counts.PreparedCount(there, choices, with_values=with_values, tensor_scale=tensor_scale)
+            for time_ in ("compiled", "found"):
+                totals = torch.empty(NUM_TOTALS, dtype=torch.float64, device=device)
+                out = torch.full(shape, 777.0, dtype=dtype, device=device)
+                prepared(there, out if with_values else there, totals, pending)
+                waiting.append((f"{what}, prepared, values {with_values}, {time_}", totals, expected_totals))
+            if with_values:
+                assert_values(out, values, f"{what}, prepared")
         # large kernels, hence not for every tensor
-        if num // 8 % 4 == 0 and x.dim() == 2 and triton_launch.supports_both_stats(x.to(device), choices, choices):
-            first = make_choices(QUANT_TYPES[name], x, 0)
-            last = make_choices(QUANT_TYPES[name], x, 1)
+        if num // 8 % 4 == 0 and x.dim() == 2:
+            first_choices, last_choices = (make_choices(QUANT_TYPES[name], x, along) for along in (0, 1))
+            if not triton_counts.supports_both_stats(there, last_choices, first_choices):
+                continue
             outs = (torch.full_like(out, 777.0), torch.full_like(out, 777.0))
             found_totals = [torch.empty(NUM_TOTALS, dtype=torch.float64, device=device) for _ in range(2)]
-            triton_launch.run_both_and_count(
-                x.to(device), outs, (last, first), (found_encode, found_encode),
+            triton_counts.run_both_and_count(
+                there, outs, (last_choices, first_choices), (found_encode, found_encode),
                 (Totals(found_totals[0], pending), Totals(found_totals[1], pending)),
             )  # fmt: skip
             kept.append(found_totals)
-            waiting.append((found_totals[1 - axis], [alone[key] for key in TOTALS]))
-            for y, other in zip(outs, (last, first), strict=True):
-                assert num_different(y, reference(x, other, encode)) == 0
-        done += 1
+            waiting.append((f"{what}, of both", found_totals[1 - axis], expected_totals))
+            if encode is None:
+                pair = triton_counts.PreparedPair(there, last_choices, first_choices, with_values=False)
+                counted = [torch.empty(NUM_TOTALS, dtype=torch.float64, device=device) for _ in range(2)]
+                pair(there, (there, there), (Totals(counted[0], pending), Totals(counted[1], pending)))
+                kept.append(counted)
+                waiting.append((f"{what}, of both without values", counted[1 - axis], expected_totals))
+            for y, other in zip(outs, (last_choices, first_choices), strict=True):
+                assert_values(y, reference(x, other, encode), f"{what}, along {other.axis} of both")
     pending.finish()
-    for totals, expected_totals in waiting:
-        assert totals.tolist() == expected_totals
+    for what, totals, expected_totals in waiting:
+        assert totals.tolist() == expected_totals, f"{what}: {totals.tolist()} instead of {expected_totals}"
     return f"{done} tensors counted"
+
+
+def assert_values(y: Tensor, expected: Tensor, what: str) -> None:
+    differs = num_different(y, expected)
+    assert differs == 0, f"values of {what}: {differs} differ"
 
 
 def check_patterns(device: str, num_patterns: int) -> str:

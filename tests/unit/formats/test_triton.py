@@ -9,9 +9,10 @@ import pytest
 import torch
 from quantization_paths import why_not_interpreted
 
-from qcollect.formats import triton_launch
+from qcollect.formats import triton_counts, triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.error_stats import NUM_TOTALS, Totals
+from qcollect.formats.pending import PendingShares
 from qcollect.formats.quantizer import Quantizer
 from qcollect.formats.scales import tensor_amax
 
@@ -100,7 +101,7 @@ def test_counts_of_one_program_whose_tiles_are_far_apart(
     choices = gpu.make_choices(QUANT_TYPES["mxfp8"], x, axis)
     expected = gpu.reference_stats(x, choices, None)
     out = torch.empty_like(x)
-    found = triton_launch.run_with_stats(x, out, choices, None, with_tensor_scale=True, histograms=True).to_dict()
+    found = triton_counts.run_with_stats(x, out, choices, None, with_tensor_scale=True, histograms=True).to_dict()
     assert gpu.num_different(out, gpu.reference(x, choices, None)) == 0
     for key, value in expected.items():
         assert found[key] == (pytest.approx(value, rel=1e-6, abs=0) if isinstance(value, float) else value), key
@@ -113,7 +114,7 @@ def test_counts_of_a_tile_of_equal_numbers(fill: float) -> None:
     x[0, 0], x[1, 1] = 0.75, 3.0
     choices = gpu.make_choices(QUANT_TYPES["mxfp4"], x, 0)
     out = torch.empty_like(x)
-    found = triton_launch.run_with_stats(x, out, choices, None, with_tensor_scale=True, histograms=True)
+    found = triton_counts.run_with_stats(x, out, choices, None, with_tensor_scale=True, histograms=True)
     exponents = (x.to(torch.float32).view(torch.int32) >> 23) & 0xFF
     assert torch.equal(found.exponent_counts, torch.bincount(exponents.flatten(), minlength=256))
 
@@ -125,7 +126,7 @@ def test_what_a_cast_does_to_all_numbers_of_its_own_dtype_is_counted(name: str) 
     choices = gpu.make_choices(QUANT_TYPES[name], x)
     assert triton_launch.supports_stats(x, choices)
     totals = torch.empty(NUM_TOTALS, dtype=torch.float64)
-    triton_launch.count(x, choices, None, Totals(totals))
+    triton_counts.count(x, choices, None, Totals(totals))
     expected = Quantizer.create(name).bind(x).with_stats(histograms=False)[1].totals.tolist()
     assert totals[0].item() == pytest.approx(expected[0], rel=1e-6)
     assert totals[1:].tolist() == expected[1:]
@@ -143,6 +144,34 @@ def test_factor_of_a_tensor_follows_from_its_abs_max(name: str, values: list[flo
     for rule in entry.scale_rules or (None,):
         encode = triton_launch.encode(x, entry.tensor_scale, rule)
         assert gpu.num_different(encode, gpu.encode_of(x, gpu.make_choices(entry, x, scale_rule=rule))) == 0
+
+
+def test_abs_max_found_by_many_programs_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_NUM_AMAX_PROGRAMS", 7)
+    for size in (2048 * 5, 2048 * 16 + 3, 2048 * 6):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(size))
+        assert triton_launch.plan_amax(x, None, None, sees_nonfinite=True).num_programs > 1
+        assert triton_launch.amax(x) == x.abs().max()
+        assert not triton_launch.scratch_of(x.device).zeros.any()
+
+
+def test_shares_of_two_that_one_launch_makes_are_not_put_together_before_it() -> None:
+    x = torch.randn(70, 70, generator=torch.Generator().manual_seed(0))
+    last, first = (gpu.make_choices(QUANT_TYPES["mxfp8"], x, axis) for axis in (1, 0))
+    outs = torch.empty_like(x), torch.empty_like(x)
+    numbers = [
+        triton_counts.run_with_stats(x, outs[0], each, None, with_tensor_scale=True, histograms=False).totals
+        for each in (last, first)
+    ]
+    programs = [triton_launch.plan(x, each, "stats", has_encode=False).num_programs for each in (last, first)]
+    pending = PendingShares(triton_counts._finish_many, x.device, 5 * sum(programs) + 5)
+    rows = torch.full((5, NUM_TOTALS), -1.0, dtype=torch.float64)
+    triton_counts.count(x, last, None, Totals(rows[4], pending))  # so that there is room for the first of two only
+    for i in (0, 2):
+        totals = Totals(rows[i], pending), Totals(rows[i + 1], pending)
+        triton_counts.run_both_and_count(x, outs, (last, first), (None, None), totals)
+    pending.finish()
+    assert torch.equal(rows, torch.stack([*numbers, *numbers, numbers[0]]))
 
 
 def test_abs_max_with_and_without_what_is_not_finite() -> None:

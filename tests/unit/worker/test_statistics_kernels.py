@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qcollect
-from qcollect.formats import backends, triton_launch
+from qcollect.formats import backends, triton_counts, triton_launch
 from qcollect.formats.triton_constants import TileSize
 from qcollect.store import summary_cuda
 from qcollect.worker.statistics import StatisticsSink
@@ -141,6 +141,14 @@ def test_lines_are_those_of_plain_torch(train, request, quant_type, shadow, monk
             return found
 
         monkeypatch.setattr(StatisticsSink, name, ask)
+    counted = []
+    for kind in (triton_counts.PreparedCount, triton_counts.PreparedPair):
+
+        def count(self, *args, kind=kind, count=kind.__call__):
+            counted.append(kind)
+            return count(self, *args)
+
+        monkeypatch.setattr(kind, "__call__", count)
     found = train("kernels", quant_type, shadow=shadow)
     assert found.keys() == expected.keys() and len(found) == 2 * 23
     for key, line in expected.items():
@@ -152,5 +160,8 @@ def test_lines_are_those_of_plain_torch(train, request, quant_type, shadow, monk
         assert first.count(("_consume_at_once", True)) == 1 and ("_consume_at_once", True) not in second
         # query, key and value of heads do not lie side by side
         assert second.count(("consume_known", True)) == 4 and second.count(("consume_both_known", True)) == 1
+        # by mxfp4 a tensor is counted along both axes at once, by hifp8 it is the same along either
+        assert counted.count(triton_counts.PreparedPair) == 1 + 3
+        assert counted.count(triton_counts.PreparedCount) == 4 + 3
     else:
         assert not any(is_known for _, is_known in known)

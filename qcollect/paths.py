@@ -135,9 +135,8 @@ class RunPaths:
         """The directories inside ``state_dir`` a run needs, to be made once it is owned."""
         return (self.manifest_dir, self.progress_dir, self.errors_dir, self.logs_dir, self.control_dir)
 
-    def capture_path(self, name: str, *, iteration: int, by_iteration: bool) -> Path:
-        folder = self.run_dir / f"iter{iteration:05d}" if by_iteration else self.run_dir
-        return folder / name
+    def capture_folder(self, iteration: int, *, by_iteration: bool) -> Path:
+        return self.run_dir / f"iter{iteration:05d}" if by_iteration else self.run_dir
 
     def displaced_dir(self, token: str) -> Path:
         """Where a run's state goes, by one atomic rename, before its files are removed."""

@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -26,11 +26,13 @@ Part = bytes | ctypes.Array[ctypes.c_char]
 
 _FOLDER = "archive/"  # every entry's; torch takes the name from a file's where it is given a path
 _ALIGNMENT = 64  # torch's own: of the starts of entries
-_FORMAT_VERSION, _VERSION = b"1", b"3\n"
+# the entries that are the same in all files, before those of tensors and behind them
+_HEAD = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", sys.byteorder.encode()))
+_TAIL = (("version", b"3\n"),)
 _PROTOCOL = 2
 _LOCAL, _LOCAL_MAGIC = struct.Struct("<4s5H3I2H"), b"PK\x03\x04"
 _DESCRIPTOR, _DESCRIPTOR_MAGIC = struct.Struct("<4s3I"), b"PK\x07\x08"
-_CENTRAL, _CENTRAL_MAGIC = struct.Struct("<4s6H3I5H2I"), b"PK\x01\x02"
+_LISTED, _LISTED_MAGIC = struct.Struct("<4s6H3I5HI"), b"PK\x01\x02"  # a directory's record, but for start and path
 _END_64, _END_64_MAGIC = struct.Struct("<4sQ2H2I4Q"), b"PK\x06\x06"
 _LOCATOR, _LOCATOR_MAGIC = struct.Struct("<4sIQI"), b"PK\x06\x07"
 _END, _END_MAGIC = struct.Struct("<4s4H2IH"), b"PK\x05\x06"
@@ -56,14 +58,21 @@ def archive_parts(entries: Mapping[str, Any], plain: Mapping[str, Any]) -> list[
         return None
     archive = _Archive()
     archive.add("data.pkl", pickled)
-    archive.add(".format_version", _FORMAT_VERSION)
-    archive.add(".storage_alignment", str(_ALIGNMENT).encode())
-    archive.add("byteorder", sys.byteorder.encode())
+    archive.add_same(_HEAD)
     for number, storage in enumerate(storages):
         archive.add(f"data/{number}", _memory(storage))
-    archive.add("version", _VERSION)
+    archive.add_same(_TAIL)
     archive.add(".data/serialization_id", f"{xxhash.xxh3_128_intdigest(pickled):040d}"[-40:].encode())
     return archive.finish()
+
+
+class _Frame(NamedTuple):
+    """What stands around an entry's data: before and behind them, and in the directory up to where the entry starts."""
+
+    before: bytes
+    after: bytes
+    listed: bytes
+    path: bytes
 
 
 class _Archive:
@@ -73,46 +82,73 @@ class _Archive:
         self._parts: list[Part] = []
         self._small: list[bytes] = []  # the last part, not put together yet
         self._num_bytes = 0
-        self._central: list[bytes] = []
+        self._directory: list[bytes] = []
 
     def add(self, name: str, data: Part) -> None:
         """An entry, whose data start at a multiple of 64 bytes."""
-        path = (_FOLDER + name).encode()
-        start, size = self._num_bytes, len(data)
-        flags = _UTF8 | (_SIZES_FOLLOW if size else 0)
-        # the padding is an extra field: two letters, its length, and what torch fills it with
-        padding = -(start + _LOCAL.size + len(path) + 4) % _ALIGNMENT
-        extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-        self._append(_LOCAL.pack(_LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra)
+        frame = _frame(name, len(data), self._num_bytes % _ALIGNMENT)
+        self._list(frame, self._num_bytes)
         if isinstance(data, bytes):
-            self._append(data)
-        elif size:
-            self._close_small()
+            self._append(frame.before + data + frame.after)
+            return
+        self._append(frame.before)
+        if data:
+            self._parts.append(b"".join(self._small))
             self._parts.append(data)
-            self._num_bytes += size
-        if size:
-            self._append(_DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, 0, size, size))
-        self._central.append(
-            _CENTRAL.pack(_CENTRAL_MAGIC, 0, 0, flags, 0, 0, 0, 0, size, size, len(path), 0, 0, 0, 0, 0, start) + path
-        )
+            self._small = []
+            self._num_bytes += len(data)
+        self._append(frame.after)
+
+    def add_same(self, entries: tuple[tuple[str, bytes], ...]) -> None:
+        """``add`` of small entries that many files have."""
+        content, frames = _framed(entries, self._num_bytes % _ALIGNMENT)
+        for frame, start in frames:
+            self._list(frame, self._num_bytes + start)
+        self._append(content)
 
     def finish(self) -> list[Part]:
-        start, num, central = self._num_bytes, len(self._central), b"".join(self._central)
-        size, end = len(central), start + len(central)
-        self._append(central)
+        start, num, directory = self._num_bytes, len(self._directory), b"".join(self._directory)
+        size, end = len(directory), start + len(directory)
+        self._append(directory)
         self._append(_END_64.pack(_END_64_MAGIC, _END_64.size - 12, _MADE_BY, 45, 0, 0, num, num, size, start))
         self._append(_LOCATOR.pack(_LOCATOR_MAGIC, 0, end, 1))
         self._append(_END.pack(_END_MAGIC, 0, 0, num, num, size, start, 0))
-        self._close_small()
+        self._parts.append(b"".join(self._small))
         return self._parts
+
+    def _list(self, frame: _Frame, start: int) -> None:
+        self._directory.append(frame.listed + start.to_bytes(4, "little") + frame.path)
 
     def _append(self, data: bytes) -> None:
         self._small.append(data)
         self._num_bytes += len(data)
 
-    def _close_small(self) -> None:
-        self._parts.append(b"".join(self._small))
-        self._small = []
+
+@lru_cache(maxsize=4096)
+def _frame(name: str, size: int, start: int) -> _Frame:
+    """That of an entry; ``start`` is where it starts, modulo what starts of data are multiples of."""
+    path = (_FOLDER + name).encode()
+    flags = _UTF8 | (_SIZES_FOLLOW if size else 0)
+    # the padding is an extra field: two letters, its length, and what torch fills it with
+    padding = -(start + _LOCAL.size + len(path) + 4) % _ALIGNMENT
+    extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    return _Frame(
+        before=_LOCAL.pack(_LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra,
+        after=_DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, 0, size, size) if size else b"",
+        listed=_LISTED.pack(_LISTED_MAGIC, 0, 0, flags, 0, 0, 0, 0, size, size, len(path), 0, 0, 0, 0, 0),
+        path=path,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _framed(entries: tuple[tuple[str, bytes], ...], start: int) -> tuple[bytes, list[tuple[_Frame, int]]]:
+    """Entries one after the other, and from where they start on each one's frame and start."""
+    content, frames = b"", []
+    for name, data in entries:
+        frame = _frame(name, len(data), (start + len(content)) % _ALIGNMENT)
+        frames.append((frame, len(content)))
+        content += frame.before + data + frame.after
+    return content, frames
 
 
 def _memory(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_char]:

@@ -254,8 +254,15 @@ def plain(value: Any) -> Any:
     objects their ``str``; NaN and Inf become the strings ``nan``, ``inf``, ``-inf``. Subclasses of
     str and int (enums) become plain ones.
     """
-    if type(value) in _AS_THEY_ARE:
+    kind = type(value)
+    # what metadata are made of, nearly all
+    if kind in _AS_THEY_ARE:
         return value
+    if kind is dict:
+        items = value.items()
+        return {str(k): item if type(item) in _AS_THEY_ARE else plain(item) for k, item in items}
+    if kind is list:
+        return [item if type(item) in _AS_THEY_ARE else plain(item) for item in value]
     for kinds, convert in _CONVERSIONS:
         if isinstance(value, kinds):
             converted = convert(value)

@@ -90,7 +90,9 @@ class CaptureEngine:
         # before the memory, which takes a while too
         self._writers: Writers = make_writers(saver, num_threads, goes_on=settings.on_error == "continue")
         num_bytes = _arena_bytes(settings.host_memory_bytes, needed_bytes, num_local_ranks)
-        arena = HostArena(num_bytes, pin=is_cuda, is_shared=not in_process, num_touched=needed_bytes)
+        # what is asked for by number is taken now; of what is not known to be needed, pages come as they are written to
+        num_touched = needed_bytes or settings.host_memory_bytes or 0
+        arena = HostArena(num_bytes, pin=is_cuda, is_shared=not in_process, num_touched=num_touched)
         self.stager = Stager(arena, ship=self._ship, wait=lambda: self._settle(wait=True))
 
     @property

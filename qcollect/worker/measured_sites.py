@@ -193,7 +193,7 @@ class MeasuredSites:
     def known_operand(self, claim: Claim, x: torch.Tensor) -> OperandSite | None:
         """Of an operand of which nothing has to be found any more but what kernels count in it."""
         site = self._last_operands.get(id(claim.planned))
-        is_known = site is not None and site.is_known and site.fits(x) and x.is_contiguous()
+        is_known = site is not None and site.is_known and site.fits(x)
         return site if is_known and not is_distributed(x) else None
 
     def _make_operand(self, claim: Claim, use: Use, sharding: dict[str, Any] | None) -> OperandSite:

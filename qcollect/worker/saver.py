@@ -137,7 +137,7 @@ class Saver:
         self.deduped_bytes = 0
         self._payloads = Payloads()
         self._lock = threading.Lock()
-        self._folders: set[Path] = set()
+        self._folders: dict[int | None, Path] = {}  # by iteration, where each has its own
         self._manifests: dict[int, LineFile] = {}
 
     def save(self, tensor: torch.Tensor, seen: Observation, counter: int | None = None) -> Path:
@@ -232,10 +232,9 @@ class Saver:
         now: datetime,
     ) -> StoredFile:
         number = self.num_saved + 1 if counter is None else counter
+        folder = self._folder_of(seen.iteration)
         while True:
-            name = _name(seen, number, now)
-            path = self.paths.capture_path(name, iteration=seen.iteration, by_iteration=self.by_iteration)
-            self._make_folder(path.parent)
+            path = folder / _name(seen, number, now)
             try:
                 return save_capture(path, entries, tensor_info, metadata, durable=self.durability != "none")
             except FileExistsError:
@@ -251,43 +250,48 @@ class Saver:
         metadata: dict[str, Any],
     ) -> None:
         """Append a file's manifest line, and count it."""
+        path = stored.path
         line = encode_line(
             {
-                "file": stored.path.relative_to(self.paths.run_dir).as_posix(),
+                "file": f"{path.parent.name}/{path.name}" if self.by_iteration else path.name,
                 "bytes": stored.num_bytes,
                 "xxh3_128": stored.xxh3_128,
                 "metadata": metadata,
                 "tensor_info": tensor_info,
             }
         )
-        path = self.paths.manifest_path(rank)
         try:
             with self._lock:
-                self._manifest(rank, path).append_encoded(line)
+                self._manifest(rank).append_encoded(line)
                 self.num_saved += 1
                 self.num_bytes += stored.num_bytes
                 if stored.deduped_bytes is not None:
                     self.num_deduped += 1
                     self.deduped_bytes += stored.deduped_bytes
         except OSError as error:
-            stored.path.unlink(missing_ok=True)  # a capture is its file and its line, or nothing
-            raise write_failure(path, error) from error
+            path.unlink(missing_ok=True)  # a capture is its file and its line, or nothing
+            raise write_failure(self.paths.manifest_path(rank), error) from error
 
-    def _manifest(self, rank: int, path: Path) -> LineFile:
-        if rank not in self._manifests:
+    def _manifest(self, rank: int) -> LineFile:
+        manifest = self._manifests.get(rank)
+        if manifest is None:
+            path = self.paths.manifest_path(rank)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._manifests[rank] = LineFile(path, durable=self.durability == "all")
-        return self._manifests[rank]
+            manifest = self._manifests[rank] = LineFile(path, durable=self.durability == "all")
+        return manifest
 
-    def _make_folder(self, folder: Path) -> None:
-        """Once: a folder that is gone later is an error, and not one to begin anew."""
-        if folder in self._folders:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise write_failure(folder, error) from error
-        self._folders.add(folder)
+    def _folder_of(self, iteration: int) -> Path:
+        """That of an iteration's captures, made once: one that is gone later is an error, and not to begin anew."""
+        key = iteration if self.by_iteration else None
+        folder = self._folders.get(key)
+        if folder is None:
+            folder = self.paths.capture_folder(iteration, by_iteration=self.by_iteration)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise write_failure(folder, error) from error
+            self._folders[key] = folder
+        return folder
 
 
 def _name(seen: Observation, counter: int, now: datetime) -> str:

@@ -212,12 +212,12 @@ class StatisticsSink:
         if pending is None:
             return None
         identity = identity_of(operand) if claim.planned.tensor_name in SHARED else None
-        row, is_new = _place(batch, site.quantizer, identity, operand)
-        if not is_new:
-            return None
+        # what was measured for another module is measured again, since it has to be quantized again: the same numbers
+        row, _ = _place(batch, site.quantizer, identity, operand)
+        dense = operand if operand.is_contiguous() else operand.detach().contiguous()
         values = torch.empty(operand.shape, dtype=operand.dtype, device=operand.device)
-        site.own(operand, values, batch.table.totals[row].numbers, pending)
-        self._record_known(batch, site, operand, row, pending, identity)
+        site.own(dense, values, batch.table.totals[row].numbers, pending)
+        self._record_known(batch, site, dense, row, pending, identity)
         self._ship_if_over(frame, batch)
         return Operand(values=values)
 
@@ -225,7 +225,7 @@ class StatisticsSink:
         self, claims: tuple[Claim | None, Claim | None], matrix: torch.Tensor
     ) -> tuple[Operand, Operand] | None:
         last, first = claims
-        if last is None or first is None:
+        if last is None or first is None or not matrix.is_contiguous():
             return None
         pair = self._pairs.get((id(last.planned), id(first.planned), matrix.shape, matrix.dtype))
         sites = self._sites.known_operand(last, matrix), self._sites.known_operand(first, matrix)

@@ -103,6 +103,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="that count; one before them warms up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quant-type", default="none", help="of the training that is captured")
+    parser.add_argument(
+        "--host-memory-gb",
+        type=float,
+        default=0.6,
+        help="capture.host_memory_gb, taken before the first iteration; 0: what collect takes, page by page",
+    )
     parser.add_argument("--dir", type=Path, help="a folder of the disk to write to (the system's temporary folder)")
     parser.add_argument("--msprobe-python", type=Path, metavar="PYTHON")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -149,7 +155,7 @@ def measure(arguments: argparse.Namespace, folder: Path, peer: "Peer | None") ->
     torch.set_num_threads(arguments.threads)
     model, iterate = make_iteration()
     iterate()
-    capture(model, iterate, folder / "tensors", arguments.quant_type)
+    capture(model, iterate, folder / "tensors", arguments)
     tensors = load_tensors(folder / "tensors")
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     facts = {
@@ -157,6 +163,7 @@ def measure(arguments: argparse.Namespace, folder: Path, peer: "Peer | None") ->
         "threads": arguments.threads,
         "torch": torch.__version__,
         "quant_type": arguments.quant_type,
+        "host_memory_gb": arguments.host_memory_gb,
         "num_files": len(tensors),
         "num_bytes": num_bytes,
         "disk": disk_of(folder),
@@ -165,7 +172,7 @@ def measure(arguments: argparse.Namespace, folder: Path, peer: "Peer | None") ->
     is_over_plain = arguments.quant_type == "none"
 
     def ours() -> dict[str, Any]:
-        found = capture(model, iterate, folder / "captured", arguments.quant_type)
+        found = capture(model, iterate, folder / "captured", arguments)
         shutil.rmtree(folder / "captured")
         return found
 
@@ -184,7 +191,7 @@ def measure(arguments: argparse.Namespace, folder: Path, peer: "Peer | None") ->
     return facts, rounds[1:]
 
 
-def capture(model: Any, iterate: Callable[[], None], out_dir: Path, quant_type: str) -> dict[str, Any]:
+def capture(model: Any, iterate: Callable[[], None], out_dir: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """One iteration that wants nothing, then one that captures everything into ``out_dir``, and another.
 
     The last is not timed: the end of a run waits for all files, an iteration on the way does not.
@@ -192,7 +199,13 @@ def capture(model: Any, iterate: Callable[[], None], out_dir: Path, quant_type: 
     import qcollect
 
     collector = qcollect.collect(
-        model, quant_type=quant_type, out_dir=out_dir, target=2 * NUM_CAPTURES, iterations=[1, 2], num_iterations=3
+        model,
+        quant_type=arguments.quant_type,
+        out_dir=out_dir,
+        target=2 * NUM_CAPTURES,
+        iterations=[1, 2],
+        num_iterations=3,
+        host_memory_gb=arguments.host_memory_gb or None,
     )
     with collector as run:
         quantized_s = seconds_of(lambda: (iterate(), run.step()))
@@ -202,7 +215,7 @@ def capture(model: Any, iterate: Callable[[], None], out_dir: Path, quant_type: 
         run.step()
         thread_s = time.perf_counter() - start_s
         while sum(name.endswith(".pt") for name in os.listdir(out_dir)) < NUM_CAPTURES:
-            time.sleep(0.001)
+            time.sleep(0.004)  # more often would take time from those that write
         closed_s = time.perf_counter() - start_s
         iterate()
         run.step()

@@ -30,14 +30,16 @@ class PendingShares:
     def take(self, num_numbers: int, out: Tensor, *facts: int) -> Tensor:
         """Memory for a tensor's shares; what waits is finished first, if there is no more room.
 
+        An even number is taken, since kernels want starts at multiples of 16 bytes.
+
         Args:
             out: float64, contiguous, at a multiple of 16 bytes, where the result is to be; on the memory's device, and
                 kept until then.
             facts: what the row says, after where shares and result are.
         """
-        size = _padded(num_numbers)
+        size = num_numbers + num_numbers % 2
         if self._end + size > self._memory.numel():
-            self.make_room(num_numbers)
+            self.make_room(size)
         start, self._end = self._end, self._end + size
         view = self._views.get((start, num_numbers))
         if view is None:
@@ -47,14 +49,17 @@ class PendingShares:
         self._rows.append((start, (out.data_ptr() - self._memory.data_ptr()) // 8, *facts))
         return view
 
-    def make_room(self, *nums_numbers: int) -> None:
-        """What waits is finished, unless there is room for so many more: for what one launch takes several times."""
-        size = sum(map(_padded, nums_numbers))
-        if self._end + size <= self._memory.numel():
+    def make_room(self, num_numbers: int) -> None:
+        """What waits is finished, unless there is room for so many more: for what one launch takes in several pieces.
+
+        Args:
+            num_numbers: of all pieces, each with its number rounded up to an even one.
+        """
+        if self._end + num_numbers <= self._memory.numel():
             return
         self.finish()
-        if size > self._memory.numel():
-            self._memory, self._views = self._memory.new_empty(size), {}
+        if num_numbers > self._memory.numel():
+            self._memory, self._views = self._memory.new_empty(num_numbers), {}
 
     def finish(self) -> None:
         """Have the results put where they are to be."""
@@ -65,8 +70,3 @@ class PendingShares:
         self._rows.clear()
         self._end = 0
         self._finish(self._memory, rows.to(self._memory.device, non_blocking=True))
-
-
-def _padded(num_numbers: int) -> int:
-    """Kernels want starts at multiples of 16 bytes."""
-    return num_numbers + num_numbers % 2

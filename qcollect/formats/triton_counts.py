@@ -5,6 +5,7 @@ Programs of a kernel leave shares; another launch puts them together, at once or
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def run_both_and_count(
     last, first = (
         plan(x, choices, "stats", has_encode=encode is not None) for choices, encode in zip(pair, encodes, strict=True)
     )
-    shares = _take_both((last, first), pair, totals)
+    shares = _take_both((_needs_of(last, pair[0]), _needs_of(first, pair[1])), totals)
     used = [x if encode is None else encode for encode in encodes]
     _join(last, first).start((x, *outs, *used, *shares), (*seed_numbers(pair[0]), *seed_numbers(pair[1])))
 
@@ -149,8 +150,7 @@ class PreparedCount:
             sees_nonfinite = tensor_scale.sees_nonfinite
             self._find_encode = plan_amax(x, tensor_scale, choices.scale_rule, sees_nonfinite=sees_nonfinite)
         self._seed = seed_numbers(choices)
-        self._num_programs = self._launch.num_programs
-        self._has_blocks = choices.block_size is not None
+        self._needs = _needs_of(self._launch, choices)
 
     def __call__(self, x: Tensor, out: Tensor, totals: Tensor, pending: PendingShares) -> None:
         """Counts.
@@ -164,7 +164,8 @@ class PreparedCount:
         if self._find_encode is not None:
             zeros, encode = scratch_of(x.device)
             self._find_encode.start((x, encode, zeros))
-        shares = pending.take(_SHARE_SIZE * self._num_programs, totals, self._num_programs, self._has_blocks)
+        num_numbers, num_programs, has_blocks = self._needs
+        shares = pending.take(num_numbers, totals, num_programs, has_blocks)
         self._launch.start((x, out, encode, shares, shares), self._seed)
 
 
@@ -178,15 +179,16 @@ class PreparedPair:
     """
 
     def __init__(self, x: Tensor, last: Choices, first: Choices, *, with_values: bool) -> None:
-        self._pair, purpose = (last, first), "stats" if with_values else "counts"
-        self._plans = plan(x, last, purpose, has_encode=False), plan(x, first, purpose, has_encode=False)
-        self._launch = _join(*self._plans)
+        purpose = "stats" if with_values else "counts"
+        launches = [plan(x, choices, purpose, has_encode=False) for choices in (last, first)]
+        self._needs = _needs_of(launches[0], last), _needs_of(launches[1], first)
+        self._launch = _join(*launches)
         self._seeds = (*seed_numbers(last), *seed_numbers(first))
 
     def __call__(self, x: Tensor, outs: tuple[Tensor, Tensor], totals: tuple[Totals, Totals]) -> None:
         """As there; ``x`` contiguous, and given for ``outs`` where no values are written."""
-        shares = _take_both(self._plans, self._pair, totals)
-        self._launch.start((x, *outs, x, x, *shares), self._seeds)
+        last, first = _take_both(self._needs, totals)
+        self._launch.start((x, *outs, x, x, last, first), self._seeds)
 
 
 def pending_stats(device: torch.device) -> PendingShares:
@@ -201,28 +203,38 @@ def _finish_many(memory: Tensor, rows: Tensor) -> None:
 def _count(
     x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, launch: Launch, bins: Tensor, totals: Totals
 ) -> None:
-    num_programs, has_blocks = launch.num_programs, choices.block_size is not None
+    num_numbers, num_programs, has_blocks = _needs_of(launch, choices)
     if totals.pending is None:
-        shares = torch.empty(_SHARE_SIZE * num_programs, dtype=torch.float64, device=x.device)
+        shares = torch.empty(num_numbers, dtype=torch.float64, device=x.device)
     else:
-        shares = totals.pending.take(_SHARE_SIZE * num_programs, totals.numbers, num_programs, has_blocks)
+        shares = totals.pending.take(num_numbers, totals.numbers, num_programs, has_blocks)
     launch.start((x, out, x if encode is None else encode, shares, bins), seed_numbers(choices))
     if totals.pending is None:
         _finish(num_programs, has_blocks).start((shares, totals.numbers))
 
 
-def _take_both(
-    launches: tuple[Launch, Launch], pair: tuple[Choices, Choices], totals: tuple[Totals, Totals]
-) -> list[Tensor]:
+class _Needs(NamedTuple):
+    """What a launch takes of the memory for shares."""
+
+    num_numbers: int
+    num_programs: int
+    has_blocks: bool
+
+
+def _needs_of(launch: Launch, choices: Choices) -> _Needs:
+    return _Needs(_SHARE_SIZE * launch.num_programs, launch.num_programs, choices.block_size is not None)
+
+
+def _take_both(needs: tuple[_Needs, _Needs], totals: tuple[Totals, Totals]) -> tuple[Tensor, Tensor]:
     """Memory for the shares of two that one launch makes: none of it is finished before."""
     pending = totals[0].pending
     assert pending is not None and pending is totals[1].pending
-    nums = [launch.num_programs for launch in launches]
-    pending.make_room(*(_SHARE_SIZE * num for num in nums))
-    return [
-        pending.take(_SHARE_SIZE * num, each.numbers, num, choices.block_size is not None)
-        for num, each, choices in zip(nums, totals, pair, strict=True)
-    ]
+    last, first = needs
+    pending.make_room(last.num_numbers + first.num_numbers + 2)  # each is rounded up to an even number
+    return (
+        pending.take(last.num_numbers, totals[0].numbers, last.num_programs, last.has_blocks),
+        pending.take(first.num_numbers, totals[1].numbers, first.num_programs, first.has_blocks),
+    )
 
 
 def _join(last: Launch, first: Launch) -> Launch:

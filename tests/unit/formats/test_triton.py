@@ -164,7 +164,7 @@ def test_shares_of_two_that_one_launch_makes_are_not_put_together_before_it() ->
         for each in (last, first)
     ]
     programs = [triton_launch.plan(x, each, "stats", has_encode=False).num_programs for each in (last, first)]
-    pending = PendingShares(triton_counts._finish_many, x.device, 5 * sum(programs) + 5)
+    pending = PendingShares(triton_counts._finish_many, x.device, 5 * sum(programs) + 8)
     rows = torch.full((5, NUM_TOTALS), -1.0, dtype=torch.float64)
     triton_counts.count(x, last, None, Totals(rows[4], pending))  # so that there is room for the first of two only
     for i in (0, 2):

@@ -1,6 +1,5 @@
 """The ways a tensor is quantized on a CPU. A test that names one takes that one, or is skipped and says why."""
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from interpreted import why_not_interpreted
 from torch import Tensor
 
 from qcollect.formats import backends, compiled, triton_launch
@@ -110,34 +110,3 @@ USUAL = {
     _variant("fp8_e4m3"),
     _variant("bf16"),
 }
-
-
-# ---------------------------------------------------------------------------------------------
-# Triton's interpreter
-# ---------------------------------------------------------------------------------------------
-
-
-def why_not_interpreted() -> str:
-    """Empty if kernels run in Triton's interpreter here."""
-    return _NOT_INTERPRETED
-
-
-def _import_interpreted() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if importlib.util.find_spec("numpy") is None:
-        return "Triton's interpreter needs numpy"
-    if torch.cuda.is_available():
-        return "with a CUDA device, tests/gpu/formats.py runs the kernels themselves"
-    # Triton looks at the variable when a kernel is defined
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-        from triton import language
-        from triton.runtime.interpreter import InterpretedFunction
-
-        if not isinstance(language.sum, InterpretedFunction):
-            return "Triton was imported before its interpreter was chosen"
-        from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
-    return ""
-
-
-_NOT_INTERPRETED = _import_interpreted()

@@ -10,19 +10,13 @@ stream copies the rows to page-locked memory, and a thread has its lines written
 device by a process of its own (``write_lines``). Nothing on the training thread waits for the device.
 """
 
-import ctypes
-import json
 import os
-import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from qcollect.errors import CaptureError
 from qcollect.formats.binding import prepare_both
 from qcollect.formats.error_stats import NUM_TOTALS, Totals
 from qcollect.formats.pending import PendingShares
@@ -31,31 +25,27 @@ from qcollect.formats.scope import is_distributed
 from qcollect.formats.triton_counts import PreparedPair, pending_stats
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.store.files import LineFile
-from qcollect.store.manifest import ManifestRecord
 from qcollect.store.summary import summarize
 from qcollect.store.summary_cuda import pending_summaries
 from qcollect.store.summary_cuda import summarize as summarize_flat
 from qcollect.vocab import CaptureKey, Gemm
+from qcollect.worker.batch_writer import BatchWriter, head_of
 from qcollect.worker.counts import Counts
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.frame import Claim, Frame, WantKey
 from qcollect.worker.gemm import Operand
 from qcollect.worker.lines import (
     LineTemplate,
-    Measured,
-    encode_moment,
 )
 from qcollect.worker.measured_sites import SHARED, MeasuredSites, OperandSite, Shadow, Shadows
 from qcollect.worker.policy import Use
 from qcollect.worker.resume import Kept
 from qcollect.worker.saver import Saver, plain_value
 from qcollect.worker.sharding import local_of
-from qcollect.worker.sink import Observer, hash_tokens
+from qcollect.worker.sink import Observer
 from qcollect.worker.staging import identity_of
 from qcollect.worker.state import STATE
 from qcollect.worker.tables import AT_ONCE, Batch, Pending, Table
-from qcollect.worker.write_lines import Appended, LineProcess, append_lines
-from qcollect.worker.writers import WriterPool
 
 _MAX_QUEUED = 64  # micro-batches whose lines are to be written, until training waits
 _WITHOUT_FLOAT64 = ("mps",)
@@ -90,7 +80,6 @@ class StatisticsSink:
         self.kept = kept
         self.on_written = on_written
         self.counts = Counts()
-        self.waited_s = 0.0
         self._manifest = LineFile(saver.paths.manifest_path(observer.rank.rank), durable=settings.durability == "all")
         self._num_rows = sum(
             # a further type twice: where its other gemm turns out to read other memory, that is measured again
@@ -100,23 +89,19 @@ class StatisticsSink:
         self._sites = MeasuredSites(saver, observer, shadows, captures)
         self._pairs: dict[tuple[int, int, torch.Size, torch.dtype], PreparedPair] = {}  # of planned captures
         self._open: dict[int, tuple[Frame, Batch]] = {}
-        self._pool: WriterPool[Batch] | None = None
+        self.waited_s = 0.0
+        self._writer: BatchWriter | None = None
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._device = torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None
-        self._process: LineProcess | None = None  # where the interpreter is the training thread's
         self._pending: dict[int, Pending] = {}  # by stream
-        self._tables: SimpleQueue[Table] = SimpleQueue()  # those that are free
-        self._num_queued = 0
-        self._lock = threading.Lock()
-        self._held: list[str] = []
 
     # ---- life ----------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        return self._pool is not None
+        return self._writer is not None
 
     def open(self, device: torch.device) -> None:
         if device.type in _WITHOUT_FLOAT64:
@@ -124,12 +109,19 @@ class StatisticsSink:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._process = LineProcess(self._manifest, goes_on=self.settings.on_error == "continue")
         self._device = self._sites.device = device
-        self._pool = WriterPool(1, self._write)
+        self._writer = BatchWriter(
+            self._manifest,
+            self.settings,
+            self._sites.templates,
+            self.kept,
+            self.counts,
+            lambda: Table(self._num_rows, device),
+            has_process=self._stream is not None,
+        )
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:
-        if not self.is_open:  # the rank has its share: what is wanted is to be compared, and nothing follows
+        if self._writer is None:  # the rank has its share: what is wanted is to be compared, and nothing follows
             frame.wanted.clear()
             return
         moment = {
@@ -144,7 +136,7 @@ class StatisticsSink:
         }
         batch = Batch(
             iteration=frame.iteration,
-            table=self._take_table(),
+            table=self._writer.take_table(),
             moment=moment,
             tokens=None if tokens is None else _to_host(tokens),
             expected=self._expected(frame),
@@ -161,23 +153,17 @@ class StatisticsSink:
             self._ship(frame, batch)
 
     def check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        error = self._error if self._writer is None else self._writer.error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
-        if self._pool is None:
+        writer = self._writer
+        if writer is None:
             return
         self.end_iteration()
-        self._pool.close()
-        self._pool = None
-        process, self._process = self._process, None
-        if process is not None:
-            try:
-                for appended in process.close():
-                    self._note(appended)
-            except CaptureError as error:
-                self._error = self._error or error
-        self._tables = SimpleQueue()
+        writer.close()
+        self._writer, self._error, self.waited_s = None, writer.error, writer.waited_s
         self._pending.clear()
 
     # ---- what is taken -------------------------------------------------------------------------
@@ -395,15 +381,6 @@ class StatisticsSink:
 
     # ---- from the table to the manifest --------------------------------------------------------
 
-    def _take_table(self) -> Table:
-        assert self._pool is not None
-        if self._num_queued >= _MAX_QUEUED:
-            started = time.monotonic()
-            table = self._tables.get()
-            self.waited_s += time.monotonic() - started
-            return table
-        return Table(self._num_rows, self._device) if self._tables.empty() else self._tables.get()
-
     def _expected(self, frame: Frame) -> dict[WantKey, CaptureKey]:
         """What is wanted of a micro-batch only to be compared with what is listed."""
         moment = (frame.iteration, frame.micro_batch)
@@ -412,17 +389,15 @@ class StatisticsSink:
 
     def _ship(self, frame: Frame, batch: Batch) -> None:
         """Have a micro-batch's lines written; what comes of it later is not of it any more."""
-        assert self._pool is not None
+        assert self._writer is not None
         del self._open[id(frame)]
         if os.getpid() != self._pid:  # forked from the one that has the thread
             return
         if self._stream is not None:
             self._send(batch, self._stream)
         elif batch.amaxes:
-            torch.stack([amax.to(self._device) for amax in batch.amaxes], out=_head(batch))
-        with self._lock:
-            self._num_queued += 1
-        self._pool.submit(batch)
+            torch.stack([amax.to(self._device) for amax in batch.amaxes], out=head_of(batch))
+        self._writer.submit(batch)
         self.on_written()
 
     def _send(self, batch: Batch, stream: torch.cuda.Stream) -> None:
@@ -438,77 +413,9 @@ class StatisticsSink:
                 table.host[:num_rows].copy_(table.numbers[:num_rows], non_blocking=True)
                 if batch.amaxes:
                     stacked = torch.stack([amax.to(self._device) for amax in batch.amaxes])
-                    _head(batch).copy_(stacked, non_blocking=True)
+                    head_of(batch).copy_(stacked, non_blocking=True)
             batch.arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             batch.arrived.record(stream)
-
-    def _write(self, batch: Batch) -> None:
-        try:
-            if batch.arrived is not None:
-                batch.arrived.synchronize()
-            if self._error is None:  # or training ends: what follows the lines that failed is not written
-                self._write_measured(batch, self._read(batch))
-        except Exception as error:
-            self._error = error
-        finally:
-            with self._lock:
-                self._num_queued -= 1
-            self._tables.put(batch.table)
-
-    def _read(self, batch: Batch) -> Measured:
-        """What came to the host; the table may be filled again."""
-        numbers = batch.table.host[: batch.num_rows]
-        amaxes, scales = _scales(batch)
-        return Measured(
-            records=[(template.number, rows, place, seed) for template, rows, place, seed in batch.records],
-            moment=encode_moment({**batch.moment, "token_hash": hash_tokens(batch.tokens)}),
-            numbers=ctypes.string_at(numbers.data_ptr(), numbers.nbytes) if batch.num_rows else b"",
-            amaxes=amaxes,
-            scales=scales,
-        )
-
-    def _write_measured(self, batch: Batch, measured: Measured) -> None:
-        if batch.expected or self._held or not self.kept.is_proven(batch.iteration):
-            self._append(self._compared(batch, measured.lines(self._sites.templates)), batch.iteration)
-        elif self._process is not None:
-            for appended in self._process.write(measured, self._sites.templates):
-                self._note(appended)
-        else:
-            self._note(append_lines(self._manifest, measured.lines(self._sites.templates)))
-
-    def _compared(self, batch: Batch, lines: list[str]) -> list[str]:
-        """Lines that are not listed already; those that are were compared.
-
-        Raises:
-            CaptureError: they are not the same.
-        """
-        new = []
-        for (template, *_), line in zip(batch.records, lines, strict=True):
-            key = batch.expected.get(template.want)
-            if key is None:
-                new.append(line)
-            else:
-                self.kept.compare_statistics(key, ManifestRecord.from_dict(json.loads(line)))
-        return new
-
-    def _append(self, lines: list[str], iteration: int) -> None:
-        self._held += lines
-        if not self._held or not self.kept.is_proven(iteration):  # nothing of two different trainings
-            return
-        held, self._held = self._held, []
-        self._note(append_lines(self._manifest, held))
-
-    def _note(self, appended: Appended) -> None:
-        counts = self.counts
-        counts.num_written += appended.num_written
-        counts.num_bytes += appended.num_bytes
-        counts.num_bytes_taken = counts.num_bytes
-        if appended.reason is None:
-            return
-        if self.settings.on_error == "stop":
-            raise CaptureError(appended.reason)
-        counts.num_missing += appended.num_missing
-        counts.first_missing = counts.first_missing or appended.reason
 
 
 def _place(batch: Batch, quantizer: Quantizer, identity: Hashable | None, x: torch.Tensor) -> tuple[int, bool]:
@@ -522,27 +429,6 @@ def _stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:
     if raw == 0:  # torch takes 0 for none, and would make a new one
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(raw, device)  # type: ignore[no-untyped-call]
-
-
-def _head(batch: Batch) -> torch.Tensor:
-    return batch.table.host_amaxes[: len(batch.amaxes)]
-
-
-def _scales(batch: Batch) -> tuple[list[float], list[float]]:
-    """The abs max of each use that has one, and the scale that follows from it."""
-    if not batch.amaxes:
-        return [], []
-    amaxes = _head(batch)
-    scales = torch.empty_like(amaxes)
-    places: dict[int, tuple[Quantizer, list[int]]] = {}
-    for template, _, place, _ in batch.records:
-        if place is not None and template.quantizer is not None:
-            places.setdefault(id(template.quantizer), (template.quantizer, []))[1].append(place)
-    for quantizer, chosen in places.values():
-        found = quantizer.scale_of(amaxes[chosen])
-        assert found is not None
-        scales[chosen] = found
-    return amaxes.tolist(), scales.tolist()
 
 
 def _to_host(tokens: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,10 @@
 import importlib.util
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from quantization_paths import why_not_interpreted
+from interpreted import interpret, why_not_interpreted
 
 from qcollect.formats import triton_counts, triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
@@ -18,8 +17,6 @@ from qcollect.formats.scales import tensor_amax
 
 if why_not_interpreted():
     pytest.skip(why_not_interpreted(), allow_module_level=True)
-
-from triton.runtime import interpreter as triton_interpreter
 
 from qcollect.formats.triton_constants import TileSize
 
@@ -34,23 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter. It makes Triton's words ready again for every function called inside a kernel, which is
-    most of its time; here that is done once for a module.
-    """
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    ready, make_ready = set(), triton_interpreter._patch_lang
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = self.fn.__module__
-        if module not in ready:
-            make_ready(self.fn)
-            ready.add(module)
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(triton_interpreter.InterpretedFunction, "__call__", call)
-    # its time is by the step, whatever the size
-    sizes = {key: TileSize(elements=2048, num_warps=1) for key in triton_launch._TILE_SIZES}
-    monkeypatch.setattr(triton_launch, "_TILE_SIZES", sizes)
+    interpret(monkeypatch)
 
 
 @pytest.mark.parametrize("part", range(8))

@@ -1,32 +1,16 @@
 """The Triton kernels of summaries, run by Triton's interpreter on CPU tensors, against numpy in float64."""
 
 import importlib.util
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from interpreted import interpret, why_not_interpreted
 
 from qcollect.store import summary_cuda
 
-pytest.importorskip("numpy")
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("with a CUDA device, tests/gpu/summary.py runs the kernels themselves", allow_module_level=True)
-
-# Triton looks at the variable when a kernel is defined.
-os.environ["TRITON_INTERPRET"] = "1"
-from triton import language as triton_language
-from triton.runtime import interpreter as triton_interpreter
-
-is_interpreted = isinstance(triton_language.sum, triton_interpreter.InterpretedFunction)
-if is_interpreted:
-    from qcollect.store import summary_kernels  # noqa: F401
-del os.environ["TRITON_INTERPRET"]
-if not is_interpreted:
-    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
+if why_not_interpreted():
+    pytest.skip(why_not_interpreted(), allow_module_level=True)
 
 _PATH = Path(__file__).resolve().parents[2] / "gpu" / "summary.py"
 _SPEC = importlib.util.spec_from_file_location("gpu_summary", _PATH)
@@ -39,20 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter. It makes Triton's words ready again for every function called inside a kernel, which is
-    most of its time; here that is done once for a module.
-    """
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    ready, make_ready = set(), triton_interpreter._patch_lang
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = self.fn.__module__
-        if module not in ready:
-            make_ready(self.fn)
-            ready.add(module)
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(triton_interpreter.InterpretedFunction, "__call__", call)
+    interpret(monkeypatch)
 
 
 def check(sizes: tuple[int, ...], kind: str) -> None:

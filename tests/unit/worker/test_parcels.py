@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
-from quantization_paths import why_not_interpreted
+from interpreted import why_not_interpreted
 
 from qcollect.formats.quantized import ScaleCodes
 from qcollect.formats.quantizer import Quantizer

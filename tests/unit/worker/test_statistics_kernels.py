@@ -1,35 +1,20 @@
 """Mode stats as on a CUDA device, with the CPU in the device's place and the kernels in Triton's interpreter."""
 
-import importlib.util
 import json
-import os
 from contextlib import nullcontext
 
 import pytest
 import torch
+from interpreted import interpret, why_not_interpreted
 
 import qcollect
-from qcollect.formats import backends, triton_counts, triton_launch
-from qcollect.formats.triton_constants import TileSize
+from qcollect.formats import backends, triton_counts
 from qcollect.store import summary_cuda
 from qcollect.worker.statistics import StatisticsSink
 from qcollect.worker.write_lines import LineProcess
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-# Triton looks at the variable when a kernel is defined.
-os.environ["TRITON_INTERPRET"] = "1"
-from triton import language as triton_language
-from triton.runtime import interpreter as triton_interpreter
-
-is_interpreted = isinstance(triton_language.sum, triton_interpreter.InterpretedFunction)
-if is_interpreted:
-    from qcollect.formats import triton_kernels, triton_stats  # noqa: F401
-    from qcollect.store import summary_kernels  # noqa: F401
-del os.environ["TRITON_INTERPRET"]
-if not is_interpreted:
-    pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
+if why_not_interpreted():
+    pytest.skip(why_not_interpreted(), allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -56,20 +41,7 @@ class Event:
 @pytest.fixture
 def device(monkeypatch):
     """From now on every tensor is on a device."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # the interpreter makes Triton's words ready again for every function called; here once for a module
-    ready, make_ready = set(), triton_interpreter._patch_lang
-
-    def call(self, *args, **kwargs):
-        if self.fn.__module__ not in ready:
-            make_ready(self.fn)
-            ready.add(self.fn.__module__)
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(triton_interpreter.InterpretedFunction, "__call__", call)
-    # its time is by the step, whatever the size
-    sizes = {key: TileSize(elements=2048, num_warps=1) for key in triton_launch._TILE_SIZES}
-    monkeypatch.setattr(triton_launch, "_TILE_SIZES", sizes)
+    interpret(monkeypatch)
     for name, fake in {
         "Stream": Stream,
         "Event": Event,
@@ -88,7 +60,7 @@ def device(monkeypatch):
     def open_on_device(self, device):
         opened(self, device)
         self._stream = Stream()
-        self._process = LineProcess(self._manifest, goes_on=False)
+        self._writer._process = LineProcess(self._manifest, goes_on=False)
 
     monkeypatch.setattr(StatisticsSink, "open", open_on_device)
 

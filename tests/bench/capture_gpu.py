@@ -50,6 +50,7 @@ os.environ.setdefault("RANK", "0")
 
 import psutil
 import torch
+from pairs import Pair, summarize_pairs, take_pairs
 from torch import nn
 
 import qcollect
@@ -66,7 +67,6 @@ CAPTURES_A_LAYER = 50
 NUM_QUIET = 3  # iterations before the captured one that want nothing
 WRITERS_START_S = 10.0  # until the processes that write are there, at most; captures before that wait for them
 NUM_WRITERS = 8
-NUM_BOOTSTRAPS = 2000
 SIDE = 4096  # 4096 x 4096 float32 are 64 MiB
 COPY_BYTES, NUM_COPIES = 1 << 28, 8
 WAYS = ("current stream", "side stream", "freed")
@@ -300,32 +300,16 @@ def run_idle(bench: Bench) -> dict[str, Any]:
     pairs = time_pairs(bench, models[0], models[1], half, "idle0") + time_pairs(
         bench, models[1], models[0], half, "idle1"
     )
-    ratios = torch.tensor([collected[1] / bare[1] for collected, bare in pairs], dtype=torch.float64)
-    host_ratios = [collected[0] / bare[0] for collected, bare in pairs]
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(0, len(ratios), (NUM_BOOTSTRAPS, len(ratios)), generator=generator)
-    medians = ratios[chosen].quantile(0.5, dim=1)
-    return {
-        "pairs": len(pairs),
-        "quantized_s": statistics.median(bare[1] for _, bare in pairs),
-        "collect_s": statistics.median(collected[1] for collected, _ in pairs),
-        "ratio": float(ratios.quantile(0.5)),
-        "ratio_low": float(medians.quantile(0.025)),
-        "ratio_high": float(medians.quantile(0.975)),
-        "host_ratio": statistics.median(host_ratios),
-    }
+    return summarize_pairs(pairs)
 
 
-def time_pairs(
-    bench: Bench, collected: nn.Module, bare: nn.Module, num_pairs: int, name: str
-) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+def time_pairs(bench: Bench, collected: nn.Module, bare: nn.Module, num_pairs: int, name: str) -> list[Pair]:
     """For each pair the times of an iteration in ``collect`` and of one with taps only; which is first alternates."""
     num_warm = 3
     # one capture in the first iteration, and one that is still to come when this ends: its warning is expected
     last = num_pairs + num_warm
     policy = QuantPolicy.from_spec(QuantSpec(type=bench.quant_type))
     taps = install(bare, policy, lambda: None)
-    pairs = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -336,15 +320,11 @@ def time_pairs(
                     bench.iterate(collected)
                     run.step()
 
-                works = (work, lambda: bench.iterate(bare))
-                for number in range(last):
-                    order = (0, 1) if number % 2 else (1, 0)
-                    times = {place: bench.time(works[place]) for place in order}
-                    pairs.append((times[0], times[1]))
+                pairs = take_pairs(bench.time, (work, lambda: bench.iterate(bare)), num_pairs, num_warm)
     finally:
         taps.remove()
     shutil.rmtree(bench.folder / name)
-    return pairs[num_warm:]
+    return pairs
 
 
 # ---------------------------------------------------------------------------------------------

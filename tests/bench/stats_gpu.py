@@ -29,7 +29,6 @@ import copy
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -45,6 +44,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("RANK", "0")
 
 import torch
+from pairs import Pair, summarize_pairs, take_pairs
 from torch import nn
 
 import qcollect
@@ -58,7 +58,6 @@ from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.sites import install
 
 NUM_WARM = 3
-NUM_BOOTSTRAPS = 2000
 SHADOWS = ("mxfp4", "hifp8", "mxfp6_e2m3")
 
 
@@ -99,20 +98,7 @@ def run_part(bench: Bench, name: str, settings: dict[str, Any]) -> dict[str, Any
     pairs, facts = time_pairs(bench, *bench.models, half, f"{name}0", settings)
     more, _ = time_pairs(bench, *reversed(bench.models), half, f"{name}1", settings)
     pairs += more
-    ratios = torch.tensor([collected[1] / bare[1] for collected, bare in pairs], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(0, len(ratios), (NUM_BOOTSTRAPS, len(ratios)), generator=generator)
-    medians = ratios[chosen].quantile(0.5, dim=1)
-    return {
-        "pairs": len(pairs),
-        "quantized_s": statistics.median(bare[1] for _, bare in pairs),
-        "collect_s": statistics.median(collected[1] for collected, _ in pairs),
-        "ratio": float(ratios.quantile(0.5)),
-        "ratio_low": float(medians.quantile(0.025)),
-        "ratio_high": float(medians.quantile(0.975)),
-        "host_ratio": statistics.median(collected[0] / bare[0] for collected, bare in pairs),
-        **facts,
-    }
+    return summarize_pairs(pairs) | facts
 
 
 def run_check(bench: Bench, shadow: tuple[str, ...]) -> dict[str, Any]:
@@ -153,11 +139,10 @@ def run_check(bench: Bench, shadow: tuple[str, ...]) -> dict[str, Any]:
 
 def time_pairs(
     bench: Bench, collected: nn.Module, bare: nn.Module, num_pairs: int, name: str, settings: dict[str, Any]
-) -> tuple[list[tuple[tuple[float, float], tuple[float, float]]], dict[str, Any]]:
+) -> tuple[list[Pair], dict[str, Any]]:
     """For each pair the times of an iteration in ``collect`` and of one with taps only; which is first alternates."""
     out_dir, last = bench.folder / name, num_pairs + NUM_WARM
     taps = install(bare, QuantPolicy.from_spec(QuantSpec(type=bench.quant_type)), lambda: None)
-    pairs = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -171,11 +156,7 @@ def time_pairs(
                     bench.iterate(collected)
                     run.step()
 
-                works = (work, lambda: bench.iterate(bare))
-                for number in range(last):
-                    order = (0, 1) if number % 2 else (1, 0)
-                    times = {place: bench.time(works[place]) for place in order}
-                    pairs.append((times[0], times[1]))
+                pairs = take_pairs(bench.time, (work, lambda: bench.iterate(bare)), num_pairs, NUM_WARM)
     finally:
         taps.remove()
     manifest = RunPaths(out_dir).manifest_path(0)
@@ -187,7 +168,7 @@ def time_pairs(
         "waited_s": run.sink.waited_s,
     }
     shutil.rmtree(out_dir)
-    return pairs[NUM_WARM:], facts
+    return pairs, facts
 
 
 def parts_of(shadow: tuple[str, ...]) -> dict[str, dict[str, Any]]:

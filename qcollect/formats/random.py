@@ -24,16 +24,19 @@ def seed_of(*parts: object) -> int:
 
 def random_bits(seed: int | Tensor, index: Tensor) -> Tensor:
     """32 random bits for each index (int64, not negative), as int64 in [0, 2^32); ``seed`` may be 0-dim int64."""
-    # Of every word only the low half is meant, and a product takes no more: what is above need not be cleared before.
-    # Products wrap around in int64, which keeps all 64 bits. Two words of the counter are zero, and so is a product.
-    low, high = seed & _MASK, (seed >> 32) & _MASK
-    first = (index & _MASK) * _MULTIPLIERS[0]
-    words: tuple[Tensor, Tensor | int, Tensor, Tensor] = (index >> 32) ^ low, 0, (first >> 32) ^ high, first
-    for _ in range(_ROUNDS - 1):
-        low, high = low + _KEY_STEPS[0], high + _KEY_STEPS[1]
-        first, second = (words[0] & _MASK) * _MULTIPLIERS[0], (words[2] & _MASK) * _MULTIPLIERS[1]
-        words = (second >> 32) ^ (words[1] ^ low), second, (first >> 32) ^ (words[3] ^ high), first
-    return words[0] & _MASK
+    counter = [index & _MASK, index >> 32, torch.zeros_like(index), torch.zeros_like(index)]
+    key = [seed & _MASK, (seed >> 32) & _MASK]
+    for _ in range(_ROUNDS):
+        # products of 32-bit numbers wrap around in int64, which keeps all 64 bits
+        first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
+        counter = [
+            (second >> 32 & _MASK) ^ counter[1] ^ key[0],
+            second & _MASK,
+            (first >> 32 & _MASK) ^ counter[3] ^ key[1],
+            first & _MASK,
+        ]
+        key = [(word + step) & _MASK for word, step in zip(key, _KEY_STEPS, strict=True)]
+    return counter[0]
 
 
 def random_fractions(seed: int | Tensor, index: Tensor) -> Tensor:

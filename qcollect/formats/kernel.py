@@ -94,6 +94,15 @@ class Launch:
             self._compiled[key] = (found.run, found.function, found.packed_metadata, driver.active.get_current_stream)
 
 
+def stream_key(device: torch.device) -> tuple[int | None, int] | None:
+    """The current stream, for what is kept for its kernels; None while a graph is captured, which may run beside it."""
+    if device.type != "cuda":
+        return device.index, 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return device.index, torch._C._cuda_getCurrentRawStream(device.index)
+
+
 @cache
 def has_triton() -> bool:
     """Whether Triton is installed; it is not imported."""

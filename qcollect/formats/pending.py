@@ -38,8 +38,7 @@ class PendingShares:
             facts: what the row says, after where shares and result are.
         """
         size = num_numbers + num_numbers % 2
-        if self._end + size > self._memory.numel():
-            self.make_room(size)
+        self.make_room(size)
         start, self._end = self._end, self._end + size
         view = self._views.get((start, num_numbers))
         if view is None:

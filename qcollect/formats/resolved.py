@@ -256,11 +256,13 @@ class Quantizer:
         x = x.detach() if x.requires_grad else x
         source = x if self.hadamard is None else self._rotated(x, hadamard_seed)
         choices = self.choices_for(x, seed or 0)
-        if scale is None and amax is None and self.has_tensor_scale and source.numel():
-            own_scale = self.quant_type.tensor_scale
-            encode = None if own_scale is None else backends.find_encode(source, own_scale, self.scale_rule)
-            return Binding(x=x, source=source, choices=choices, encode=encode, own_scale=own_scale)
-        return Binding(x=x, source=source, choices=choices, encode=self._given_encode(source, scale, amax))
+        is_own = scale is None and amax is None and self.has_tensor_scale and source.numel() > 0
+        own_scale = self.quant_type.tensor_scale if is_own else None
+        if own_scale is None:
+            encode = self._given_encode(source, scale, amax)
+        else:
+            encode = backends.find_encode(source, own_scale, self.scale_rule)
+        return Binding(x=x, source=source, choices=choices, encode=encode, own_scale=own_scale)
 
     def choices_for(self, x: Tensor, seed: int = 0) -> Choices:
         """``choices`` for a tensor of this shape and dtype; its values are not looked at.

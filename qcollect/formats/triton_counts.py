@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcollect.formats.eager import Choices
 from qcollect.formats.error_stats import NUM_BINS, NUM_TOTALS, ErrorStats, Totals
-from qcollect.formats.kernel import Launch
+from qcollect.formats.kernel import Launch, stream_key
 from qcollect.formats.pending import PendingShares
 from qcollect.formats.records import TensorScale
 from qcollect.formats.triton_launch import (
@@ -284,11 +284,10 @@ def _finish(num_programs: int, has_blocks: bool) -> Launch:
 
 def _zeroed(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Zeros (int64) on the current stream, at a multiple of 16 bytes, at a fraction of what making them costs."""
-    is_cuda = device.type == "cuda"
-    if is_cuda and torch.cuda.is_current_stream_capturing():  # a graph that runs again needs some that it makes itself
+    key = stream_key(device)
+    if key is None:  # a graph that runs again needs some that it makes itself
         return torch.zeros(shape, dtype=torch.int64, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if is_cuda else 0
-    ready = _zeros.setdefault((device.index, stream, shape), [])
+    ready = _zeros.setdefault((*key, shape), [])
     if not ready:
         size = math.prod(shape)
         num, padded = max(_NUM_ZEROS // size, _MIN_ZEROS), size + size % 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qcollect.formats.eager import Choices
-from qcollect.formats.kernel import Launch, runs_on
+from qcollect.formats.kernel import Launch, runs_on, stream_key
 from qcollect.formats.records import ScaleRule, TensorScale
 from qcollect.formats.triton_constants import (
     Geometry,
@@ -39,8 +39,8 @@ _MAX_STEPS_OF_ONE = 4  # up to which one program alone is faster than several
 _MAX_KEPT = 4096
 _PAIRS_CAPABILITY = (9, 0)
 _KERNELS, STATS_KERNELS = "qcollect.formats.triton_kernels", "qcollect.formats.triton_stats"
-# By purpose, whether blocks have several rows, and bytes of an element: the fastest of those tried with 8192 x 8192
-# elements on an H200. A single warp keeps the maxima of blocks along another axis than the last inside it.
+# By ``_Purpose.sizes``, whether blocks have several rows, and bytes of an element: the fastest of those tried with
+# 8192 x 8192 elements on an H200. A single warp keeps the maxima of blocks along another axis than the last inside it.
 _TILE_SIZES = {
     ("plain", False, 2): TileSize(elements=1024, num_warps=1),
     ("plain", False, 4): TileSize(elements=1024, num_warps=1),
@@ -52,23 +52,34 @@ _TILE_SIZES = {
     ("stats", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
     ("stats", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
     ("stats", True, 4): TileSize(elements=2048, num_warps=2),
-    ("counts", False, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
-    ("counts", False, 4): TileSize(elements=1024, num_warps=2, max_registers=128),
-    ("counts", True, 2): TileSize(elements=1024, num_warps=1, max_registers=128),
-    ("counts", True, 4): TileSize(elements=2048, num_warps=2),
     ("histograms", False, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", False, 4): TileSize(elements=512, num_warps=1),
     ("histograms", True, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", True, 4): TileSize(elements=1024, num_warps=1),
 }
 
-# by purpose of a plan
-_KERNEL_OF = {
-    "plain": (_KERNELS, "quantize_kernel"),
-    "limited": (_KERNELS, "count_limited_kernel"),
-    "stats": (STATS_KERNELS, "quantize_stats_kernel"),
-    "counts": (STATS_KERNELS, "quantize_stats_kernel"),
-    "histograms": (STATS_KERNELS, "quantize_stats_kernel"),
+
+class _Purpose(NamedTuple):
+    """What quantizes one tensor for some purpose.
+
+    Args:
+        module, name: of the kernel.
+        sizes: what its tiles are sized as.
+        wanted: of a kernel that adds up: whether histograms are, and whether the values; None: it does not.
+    """
+
+    module: str
+    name: str
+    sizes: str
+    wanted: tuple[bool, bool] | None = None
+
+
+_PURPOSES = {
+    "plain": _Purpose(_KERNELS, "quantize_kernel", "plain"),
+    "limited": _Purpose(_KERNELS, "count_limited_kernel", "plain"),
+    "stats": _Purpose(STATS_KERNELS, "quantize_stats_kernel", "stats", (False, True)),
+    "counts": _Purpose(STATS_KERNELS, "quantize_stats_kernel", "stats", (False, False)),
+    "histograms": _Purpose(STATS_KERNELS, "quantize_stats_kernel", "histograms", (True, True)),
 }
 
 Key = tuple[Hashable, ...]
@@ -171,21 +182,16 @@ def _reduce(x: Tensor, launch: Launch) -> Tensor:
 
 
 def scratch_of(device: torch.device) -> _Scratch:
-    """That of the current stream."""
-    is_cuda = device.type == "cuda"
-    if is_cuda and torch.cuda.is_current_stream_capturing():  # a graph may run again beside this stream
-        return _make_scratch(device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index) if is_cuda else 0)
-    found = _scratches.get(key)
+    """That of the current stream; a graph has some of its own."""
+    key = stream_key(device)
+    found = None if key is None else _scratches.get(key)
     if found is None:
-        found = _scratches[key] = _make_scratch(device)
+        zeros = torch.zeros(4, dtype=torch.int64, device=device)
+        # the factor at a multiple of 16 bytes, too
+        found = _Scratch(zeros[:2], zeros[2:].view(torch.float32)[0])
+        if key is not None:
+            _scratches[key] = found
     return found
-
-
-def _make_scratch(device: torch.device) -> _Scratch:
-    # the factor at a multiple of 16 bytes, too
-    zeros = torch.zeros(4, dtype=torch.int64, device=device)
-    return _Scratch(zeros[:2], zeros[2:].view(torch.float32)[0])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -241,19 +247,18 @@ def plan(x: Tensor, choices: Choices, purpose: str, *, has_encode: bool, with_te
     key = (choices.key, purpose, has_encode, with_tensor_scale, x.shape, x.dtype)
     launch = _plans.get(key)
     if launch is None:
-        adds_up = purpose not in ("plain", "limited")
+        module, name, sizes, wanted = _PURPOSES[purpose]
+        adds_up = wanted is not None
         shape, rows, width = as_outer_rows_columns(x, choices, group=_STATS_GROUP if adds_up else 1)
         rule = make_rule(choices, x.dtype, has_encode=has_encode, with_tensor_scale=with_tensor_scale)
-        size = _tile_size(rows, width, x.element_size(), "plain" if purpose == "limited" else purpose)
+        size = _tile_size(rows, width, x.element_size(), sizes)
         in_pairs = adds_up and rule.can_be_paired and _has_pairs(x)
         geometry = cut(shape, rows, width, size, x.element_size(), in_pairs=in_pairs)
         numbers: tuple[object, ...] = (*_sizes(geometry), rule, geometry.tile)
         num_programs = geometry.num_tiles
-        if adds_up:
+        if wanted is not None:
             num_programs = min(num_programs, max(_NUM_STATS_PROGRAMS, -(-num_programs // _MAX_TILES)))
-            wanted = (purpose == "histograms", purpose != "counts")
             numbers = (*_sizes(geometry), geometry.num_tiles, rule, geometry.tile, *wanted)
-        module, name = _KERNEL_OF[purpose]
         launch = Launch(
             module=module,
             name=name,
@@ -330,10 +335,10 @@ def remember(found: dict[Key, Any], key: Key, value: object) -> None:
     found[key] = value
 
 
-def _tile_size(rows: int, width: int, element_size: int, purpose: str) -> TileSize:
+def _tile_size(rows: int, width: int, element_size: int, sizes: str) -> TileSize:
     if power_of_two_above(rows) * power_of_two_above(width) > _MAX_WARP_ELEMENTS:
         return TileSize(elements=_MAX_BLOCK_ELEMENTS, num_warps=8)
-    return _TILE_SIZES[purpose, rows > 1 or purpose == "both", element_size]
+    return _TILE_SIZES[sizes, rows > 1 or sizes == "both", element_size]
 
 
 def seed_numbers(choices: Choices) -> tuple[int, int]:

@@ -26,9 +26,7 @@ Part = bytes | ctypes.Array[ctypes.c_char]
 
 _FOLDER = "archive/"  # every entry's; torch takes the name from a file's where it is given a path
 _ALIGNMENT = 64  # torch's own: of the starts of entries
-# the entries that are the same in all files, before those of tensors and behind them
-_HEAD = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", sys.byteorder.encode()))
-_TAIL = (("version", b"3\n"),)
+_FORMAT_VERSION, _VERSION = b"1", b"3\n"
 _PROTOCOL = 2
 _LOCAL, _LOCAL_MAGIC = struct.Struct("<4s5H3I2H"), b"PK\x03\x04"
 _DESCRIPTOR, _DESCRIPTOR_MAGIC = struct.Struct("<4s3I"), b"PK\x07\x08"
@@ -58,10 +56,12 @@ def archive_parts(entries: Mapping[str, Any], plain: Mapping[str, Any]) -> list[
         return None
     archive = _Archive()
     archive.add("data.pkl", pickled)
-    archive.add_same(_HEAD)
+    archive.add(".format_version", _FORMAT_VERSION)
+    archive.add(".storage_alignment", str(_ALIGNMENT).encode())
+    archive.add("byteorder", sys.byteorder.encode())
     for number, storage in enumerate(storages):
         archive.add(f"data/{number}", _memory(storage))
-    archive.add_same(_TAIL)
+    archive.add("version", _VERSION)
     archive.add(".data/serialization_id", f"{xxhash.xxh3_128_intdigest(pickled):040d}"[-40:].encode())
     return archive.finish()
 
@@ -87,7 +87,7 @@ class _Archive:
     def add(self, name: str, data: Part) -> None:
         """An entry, whose data start at a multiple of 64 bytes."""
         frame = _frame(name, len(data), self._num_bytes % _ALIGNMENT)
-        self._list(frame, self._num_bytes)
+        self._directory.append(frame.listed + self._num_bytes.to_bytes(4, "little") + frame.path)
         if isinstance(data, bytes):
             self._append(frame.before + data + frame.after)
             return
@@ -99,13 +99,6 @@ class _Archive:
             self._num_bytes += len(data)
         self._append(frame.after)
 
-    def add_same(self, entries: tuple[tuple[str, bytes], ...]) -> None:
-        """``add`` of small entries that many files have."""
-        content, frames = _framed(entries, self._num_bytes % _ALIGNMENT)
-        for frame, start in frames:
-            self._list(frame, self._num_bytes + start)
-        self._append(content)
-
     def finish(self) -> list[Part]:
         start, num, directory = self._num_bytes, len(self._directory), b"".join(self._directory)
         size, end = len(directory), start + len(directory)
@@ -115,9 +108,6 @@ class _Archive:
         self._append(_END.pack(_END_MAGIC, 0, 0, num, num, size, start, 0))
         self._parts.append(b"".join(self._small))
         return self._parts
-
-    def _list(self, frame: _Frame, start: int) -> None:
-        self._directory.append(frame.listed + start.to_bytes(4, "little") + frame.path)
 
     def _append(self, data: bytes) -> None:
         self._small.append(data)
@@ -138,17 +128,6 @@ def _frame(name: str, size: int, start: int) -> _Frame:
         listed=_LISTED.pack(_LISTED_MAGIC, 0, 0, flags, 0, 0, 0, 0, size, size, len(path), 0, 0, 0, 0, 0),
         path=path,
     )
-
-
-@lru_cache(maxsize=4096)
-def _framed(entries: tuple[tuple[str, bytes], ...], start: int) -> tuple[bytes, list[tuple[_Frame, int]]]:
-    """Entries one after the other, and from where they start on each one's frame and start."""
-    content, frames = b"", []
-    for name, data in entries:
-        frame = _frame(name, len(data), (start + len(content)) % _ALIGNMENT)
-        frames.append((frame, len(content)))
-        content += frame.before + data + frame.after
-    return content, frames
 
 
 def _memory(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_char]:

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,12 +237,24 @@ def describe_tensor(tensor: torch.Tensor, source: torch.Tensor | None = None) ->
 
 
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
+
+
+def _plain_dict(value: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(k): item if type(item) in _AS_THEY_ARE else plain(item) for k, item in value.items()}
+
+
+def _plain_list(value: Iterable[Any]) -> list[Any]:
+    return [item if type(item) in _AS_THEY_ARE else plain(item) for item in value]
+
+
+# most of what metadata are made of
+_MOST: dict[type, Callable[[Any], Any]] = {dict: _plain_dict, list: _plain_list}
 _CONVERSIONS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
     ((bool, str, type(None)), lambda v: v),
     (int, int),
     (float, lambda v: float(v) if math.isfinite(v) else str(float(v))),
-    (dict, lambda v: {str(k): plain(item) for k, item in v.items()}),
-    ((list, tuple, set, frozenset, torch.Size), lambda v: [plain(item) for item in v]),
+    (dict, _plain_dict),
+    ((list, tuple, set, frozenset, torch.Size), _plain_list),
     (torch.Tensor, lambda v: plain(v.tolist())),
 )
 
@@ -255,14 +267,10 @@ def plain(value: Any) -> Any:
     str and int (enums) become plain ones.
     """
     kind = type(value)
-    # what metadata are made of, nearly all
     if kind in _AS_THEY_ARE:
         return value
-    if kind is dict:
-        items = value.items()
-        return {str(k): item if type(item) in _AS_THEY_ARE else plain(item) for k, item in items}
-    if kind is list:
-        return [item if type(item) in _AS_THEY_ARE else plain(item) for item in value]
+    if kind in _MOST:
+        return _MOST[kind](value)
     for kinds, convert in _CONVERSIONS:
         if isinstance(value, kinds):
             converted = convert(value)

@@ -93,12 +93,12 @@ def summarize(
         copied = flat if room is None else room.view(num_elements, flat.dtype)
         launch.start((flat, copied, shares), (num_elements,), num_programs=num_programs)
     if num_programs > 1 and pending is None:
-        _finish(_NUM_PROGRAMS).start((shares, summary), (num_programs,))
+        _finish("finish_summary_kernel", _NUM_PROGRAMS).start((shares, summary), (num_programs,))
     return summary
 
 
 def _finish_many(memory: Tensor, rows: Tensor) -> None:
-    _finish_all(_NUM_PROGRAMS).start((memory, rows), num_programs=rows.shape[0])
+    _finish("finish_many_summaries_kernel", _NUM_PROGRAMS).start((memory, rows), num_programs=rows.shape[0])
 
 
 @cache
@@ -109,11 +109,5 @@ def _summarize(dtype: torch.dtype, is_large: bool, copies: bool, has_large_size:
 
 
 @cache
-def _finish(size: int) -> Launch:
-    return Launch(module=_KERNELS, name="finish_summary_kernel", numbers=(size,), num_warps=_FINISH_WARPS, fuses=True)
-
-
-@cache
-def _finish_all(size: int) -> Launch:
-    name = "finish_many_summaries_kernel"
+def _finish(name: str, size: int) -> Launch:
     return Launch(module=_KERNELS, name=name, numbers=(size,), num_warps=_FINISH_WARPS, fuses=True)

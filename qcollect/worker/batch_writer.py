@@ -48,10 +48,10 @@ class BatchWriter:
         *,
         has_process: bool,
     ) -> None:
-        self.counts = counts
         self.waited_s = 0.0
         self.error: Exception | None = None
         self._manifest, self._templates, self._kept, self._make_table = manifest, templates, kept, make_table
+        self._counts = counts
         self._goes_on = settings.on_error == "continue"
         self._process = LineProcess(manifest, goes_on=self._goes_on) if has_process else None
         self._pool: WriterPool[Batch] = WriterPool(1, self._write)
@@ -144,7 +144,7 @@ class BatchWriter:
         self._note(append_lines(self._manifest, held))
 
     def _note(self, appended: Appended) -> None:
-        counts = self.counts
+        counts = self._counts
         counts.num_written += appended.num_written
         counts.num_bytes += appended.num_bytes
         counts.num_bytes_taken = counts.num_bytes

@@ -236,13 +236,15 @@ class MeasuredSites:
     ) -> Shadow:
         tensor_name = planned.tensor_name
         is_shared = tensor_name in SHARED or _is_without_axis(shadow)
-        gemm = None if planned.layer_type != LayerType.LINEAR else _READ_AGAIN.get((tensor_name, use.gemm))
-        if prepared is None or gemm is None or (planned.module, tensor_name, gemm) not in self._wants:
-            # one that was read before is found, if that measured it along this axis, too
-            return Shadow(shadow, prepared, is_shared or planned.layer_type == LayerType.LINEAR)
-        other = dict(self._shadows.get((planned.layer_type, tensor_name, gemm), ())).get(name)
+        if prepared is None or planned.layer_type != LayerType.LINEAR:
+            return Shadow(shadow, prepared, is_shared)
+        gemm = _READ_AGAIN.get((tensor_name, use.gemm))
+        if gemm is None:  # the gemm that read it before has measured it along this axis, too
+            return Shadow(shadow, prepared, is_shared=True)
+        is_wanted = (planned.module, tensor_name, gemm) in self._wants
+        other = dict(self._shadows[planned.layer_type, tensor_name, gemm]).get(name) if is_wanted else None
         with_other = None
-        if other is not None and other is not shadow and use.binding.x.dim() == 2:
+        if other is not None and other is not shadow:
             with_other = prepare_both(use.under(shadow), use.under(other), with_values=False)
         return Shadow(shadow, prepared, is_shared or with_other is not None, other, with_other)
 

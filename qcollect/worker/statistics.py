@@ -11,7 +11,7 @@ device by a process of its own (``write_lines``). Nothing on the training thread
 """
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -221,9 +221,9 @@ class StatisticsSink:
         pending = self._pending_of(batch).totals
         if pending is None:
             return None
-        rows, totals = self._two_rows(batch, pending)
+        rows = batch.row(), batch.row()
         outs = torch.empty_like(matrix), torch.empty_like(matrix)
-        pair(matrix, outs, totals)
+        pair(matrix, outs, _totals_of(batch, rows, pending))
         for site, row in zip((sites[0], sites[1]), rows, strict=True):
             self._record_known(batch, site, matrix, row, pending, None)
         self._ship_if_over(frame, batch)
@@ -240,30 +240,16 @@ class StatisticsSink:
     ) -> None:
         """Measure an operand under the further types, too; ``row`` has its own."""
         rows = [row]
-        for shadow in site.shadows:
-            if shadow.is_shared and identity is None:
-                identity = identity_of(operand)
-            row, is_new = _place(batch, shadow.quantizer, identity if shadow.is_shared else None, operand)
-            rows.append(row)
-            if not is_new:
-                continue
-            if shadow.with_other is not None and identity is not None:
-                other_row, _ = batch.find((identity, id(shadow.other)), operand)
-                self._count_both(batch, shadow, operand, (row, other_row), pending)
+        for shadow, row, known_by in _place_further(batch, site, operand, rows, identity):
+            if shadow.with_other is not None and known_by is not None:
+                # along the axis of its gemm, and along that of the gemm that reads it later
+                other_row, _ = batch.find((known_by, id(shadow.other)), operand)
+                shadow.with_other(operand, (operand, operand), _totals_of(batch, (row, other_row), pending))
             elif shadow.prepared is not None:
                 shadow.prepared(operand, operand, batch.table.totals[row].numbers, pending)
             else:
                 self._measured(batch, row, operand.device, shadow.quantizer.bind(operand).measure)
         self._record(batch, (site.template, tuple(rows), None, None))
-
-    def _count_both(
-        self, batch: Batch, shadow: Shadow, operand: torch.Tensor, rows: tuple[int, int], pending: PendingShares
-    ) -> None:
-        """Measure an operand along the axis of its gemm and along that of the gemm that reads it later."""
-        assert shadow.with_other is not None
-        totals = batch.table.totals[rows[0]], batch.table.totals[rows[1]]
-        totals[0].pending = totals[1].pending = pending
-        shadow.with_other(operand, (operand, operand), totals)
 
     def consume(self, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         frame, batch = self._open[id(claim.frame)]
@@ -307,39 +293,28 @@ class StatisticsSink:
         if pending is None or uses[0].binding.x.device != self._device or claims[0].planned.tensor_name in SHARED:
             return None
         num_rows = batch.num_rows
-        rows, totals = self._two_rows(batch, pending)
-        found = uses[0].measured_with(uses[1], totals)
+        rows = batch.row(), batch.row()
+        found = uses[0].measured_with(uses[1], _totals_of(batch, rows, pending))
         if found is None:
             batch.num_rows = num_rows
             return None
         for claim, use, row in zip(claims, uses, rows, strict=True):
             self._record_use(batch, self._sites.of_operand(claim, use), use, [row], None)
-        pair = (
-            None if is_distributed(uses[0].original) else prepare_both(*(use.binding for use in uses), with_values=True)
-        )
-        if pair is not None:
-            x = uses[0].binding.x
-            self._pairs[id(claims[0].planned), id(claims[1].planned), x.shape, x.dtype] = pair
+        x = uses[0].binding.x
+        key = (id(claims[0].planned), id(claims[1].planned), x.shape, x.dtype)
+        if key not in self._pairs and not is_distributed(uses[0].original):
+            pair = prepare_both(*(use.binding for use in uses), with_values=True)
+            if pair is not None:
+                self._pairs[key] = pair
         return found
-
-    def _two_rows(self, batch: Batch, pending: PendingShares) -> tuple[tuple[int, int], tuple[Totals, Totals]]:
-        rows = batch.row(), batch.row()
-        totals = batch.table.totals[rows[0]], batch.table.totals[rows[1]]
-        totals[0].pending = totals[1].pending = pending
-        return rows, totals
 
     def _record_use(
         self, batch: Batch, site: OperandSite, use: Use, rows: list[int], identity: Hashable | None
     ) -> None:
         """Measure an operand under the further types, too; ``rows`` has its own."""
         x = use.binding.x
-        for shadow in site.shadows:
-            if shadow.is_shared and identity is None:
-                identity = identity_of(x)
-            row, is_new = _place(batch, shadow.quantizer, identity if shadow.is_shared else None, x)
-            rows.append(row)
-            if is_new:
-                self._measured(batch, row, x.device, use.under(shadow.quantizer).measure)
+        for shadow, row, _ in _place_further(batch, site, x, rows, identity):
+            self._measured(batch, row, x.device, use.under(shadow.quantizer).measure)
         amax_place = None
         if use.amax is not None:
             amax_place = len(batch.amaxes)
@@ -423,6 +398,28 @@ def _place(batch: Batch, quantizer: Quantizer, identity: Hashable | None, x: tor
     if identity is None or quantizer.draws:  # what is drawn depends on the module
         return batch.row(), True
     return batch.find((identity, id(quantizer)), x)
+
+
+def _place_further(
+    batch: Batch, site: OperandSite, x: torch.Tensor, rows: list[int], identity: Hashable | None
+) -> Iterator[tuple[Shadow, int, Hashable | None]]:
+    """Adds the rows of an operand's errors under the further types to ``rows``; gives those that are to be measured
+    still, with what the operand is known by.
+    """
+    for shadow in site.shadows:
+        if shadow.is_shared and identity is None:
+            identity = identity_of(x)
+        row, is_new = _place(batch, shadow.quantizer, identity if shadow.is_shared else None, x)
+        rows.append(row)
+        if is_new:
+            yield shadow, row, identity
+
+
+def _totals_of(batch: Batch, rows: tuple[int, int], pending: PendingShares) -> tuple[Totals, Totals]:
+    """Of two measurements by one launch, whose results come later."""
+    totals = batch.table.totals[rows[0]], batch.table.totals[rows[1]]
+    totals[0].pending = totals[1].pending = pending
+    return totals
 
 
 def _stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:

@@ -16,7 +16,8 @@ The cost is ``closed`` less the bare iteration: ``plain`` for the type ``none``,
 for others. In every round each of them runs once, in turn, after ``sync``; folders are removed outside of what is
 timed. A ratio is the median of the rounds' own ratios. Files go into the page cache, here and in the loop and in
 msprobe: none of them waits for the disk, unless the cache is so full that the kernel makes writers wait.
-Nothing fails because of a time.
+Nothing fails because of a time. ``--host-memory-gb`` is what holds an iteration's captures, taken before the first
+iteration; with 0 ``collect`` chooses, and the system finds the pages when they are first written to.
 """
 
 import argparse

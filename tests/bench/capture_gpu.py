@@ -21,6 +21,7 @@ Parts:
     identical  in deterministic mode, training under ``bf16`` with every tensor captured against training without
                qcollect: the bits of losses and weights
 
+The captured iteration begins ten seconds after ``collect`` at the earliest: captures wait for the processes that write.
 Files go into the page cache, here and for the floor: nothing waits for the disk. What a part has written is removed
 at its end. The exit code is 1 if a file holds something else or bits differ, never because of a time.
 """

@@ -51,11 +51,19 @@ def highest_exponent(maxima, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def count_exponents(magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE: tl.constexpr):
-    """A tile's elements added to the window's counts; first of all whether anything is outside."""
+def any_bits(words, block_words):
+    """The bits that any of a number a thread, or of one a block, has."""
+    of_blocks = tl.reduce_or(tl.reduce_or(tl.reduce_or(block_words, axis=2), axis=1), axis=0)
+    return tl.reduce_or(words, axis=0) | of_blocks
+
+
+@triton.jit
+def count_exponents(magnitudes, maxima, top, bit, outside, n0, n1, n2, n3, n4, n5, n6, n7, TILE: tl.constexpr):
+    """A tile's elements added to the window's counts, and its bit to a thread's word if anything is outside."""
     PAIRS: tl.constexpr = TILE.is_paired
-    is_outside = highest_exponent(maxima, PAIRS) > top
-    if not is_outside:
+    if highest_exponent(maxima, PAIRS) > top:
+        outside |= bit
+    else:
         exponents = magnitudes & word_of(EXPONENT_MASK, PAIRS)
         even, odd = _fields(exponents, top, TILE)
         n0 += even & _EVEN_BYTES
@@ -76,8 +84,8 @@ def count_exponents(magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TIL
         counts = counts + (counts >> 16)
         counts = (counts + (counts >> 8)) & 0xFF
         EACH: tl.constexpr = magnitudes.numel // TILE.fold_lanes * (2 if PAIRS else 1)
-        is_outside = tl.min(counts, axis=0) < EACH
-    return is_outside, n0, n1, n2, n3, n4, n5, n6, n7
+        outside |= tl.where(counts < EACH, bit, 0)
+    return outside, n0, n1, n2, n3, n4, n5, n6, n7
 
 
 @triton.jit
@@ -136,14 +144,14 @@ def short_codes(scales, maxima, RULE: tl.constexpr):
 
 
 @triton.jit
-def count_codes(codes, in_tensor, top_code, furthest, c0, c1):
-    """Blocks' scale codes added to the window's counts; the furthest step from its top, 64 and above outside."""
+def count_codes(codes, in_tensor, top_code, bit, outside, c0, c1):
+    """Blocks' scale codes added to the window's counts, and the tile's bit to the word of a block that is outside."""
     steps = (top_code - codes) * 8
-    furthest = tl.maximum(furthest, tl.where(in_tensor, steps, 0).to(tl.uint32, bitcast=True))
+    outside |= tl.where(in_tensor & ((steps < 0) | (steps >= 64)), bit, 0)
     steps = tl.where(in_tensor, steps, -1)
     c0 += one_shifted(steps)
     c1 += one_shifted(steps - 32)
-    return furthest, c0, c1
+    return outside, c0, c1
 
 
 @triton.jit

@@ -54,7 +54,7 @@ _TILE_SIZES = {
     ("stats", True, 4): TileSize(elements=2048, num_warps=2),
     ("histograms", False, 2): TileSize(elements=1024, num_warps=1),
     ("histograms", False, 4): TileSize(elements=512, num_warps=1),
-    ("histograms", True, 2): TileSize(elements=1024, num_warps=1),
+    ("histograms", True, 2): TileSize(elements=2048, num_warps=1),
     ("histograms", True, 4): TileSize(elements=1024, num_warps=1),
 }
 

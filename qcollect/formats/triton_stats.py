@@ -23,6 +23,7 @@ from qcollect.formats.triton_histograms import (
     HEADROOM,
     WINDOW,
     add_windows,
+    any_bits,
     blocks_in_tensor,
     count_codes,
     count_codes_outside,
@@ -178,7 +179,8 @@ def _quantize_and_count(
     # bits of the program's tiles that do not go the short way, and of those that have something outside the windows:
     # they are seen to after the others, so that what they need is not held all the time
     rest = tl.full((), -1, tl.int32)
-    outside = tl.zeros((), tl.int32)
+    outside = tl.zeros((LANES,), tl.int32)
+    outside_blocks = tl.zeros((1, BLOCKS, 1), tl.int32)
     IS_SHORT: tl.constexpr = RULE.can_be_short and out_ptr.dtype.element_ty != tl.float16
     if IS_SHORT:
         squares = tl.zeros((LANES,), tl.float64)
@@ -232,19 +234,18 @@ def _quantize_and_count(
                 # only what becomes zero is further from its result than that is from zero
                 zeroed += folded_count(is_greater(error, rounded, PAIRS), TILE)
                 if HISTOGRAMS:
-                    is_outside, n0, n1, n2, n3, n4, n5, n6, n7 = count_exponents(
-                        magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
+                    outside, n0, n1, n2, n3, n4, n5, n6, n7 = count_exponents(
+                        magnitudes, maxima, top, bit, outside, n0, n1, n2, n3, n4, n5, n6, n7, TILE
                     )
                     if RULE.has_blocks:
                         in_tensor = blocks_in_tensor(exists, TILE)
                         codes = short_codes(first_of(scales, PAIRS), first_of(maxima, PAIRS), RULE)
-                        furthest = tl.zeros(codes.shape, tl.uint32)
-                        furthest, c0, c1 = count_codes(codes, in_tensor, top_code, furthest, c0, c1)
+                        outside_blocks, c0, c1 = count_codes(codes, in_tensor, top_code, bit, outside_blocks, c0, c1)
                         if PAIRS and TILE.padded_width == 1:
                             codes = short_codes(as_bits(high(scales)), as_bits(high(maxima)), RULE)
-                            furthest, c0, c1 = count_codes(codes, in_tensor, top_code, furthest, c0, c1)
-                        is_outside = is_outside | (highest(furthest) >= 64)
-                    outside |= tl.where(is_outside, bit, 0)
+                            outside_blocks, c0, c1 = count_codes(
+                                codes, in_tensor, top_code, bit, outside_blocks, c0, c1
+                            )
             else:
                 rest |= bit
             bit <<= 1
@@ -307,19 +308,20 @@ def _quantize_and_count(
                 if HISTOGRAMS:
                     magnitudes = magnitudes_of(words, PAIRS)
                     maxima = block_maxima(magnitudes, TILE.padded_rows, TILE.padded_width, PAIRS)
-                    is_outside, n0, n1, n2, n3, n4, n5, n6, n7 = count_exponents(
-                        magnitudes, maxima, top, n0, n1, n2, n3, n4, n5, n6, n7, TILE
+                    outside, n0, n1, n2, n3, n4, n5, n6, n7 = count_exponents(
+                        magnitudes, maxima, top, rest_bit, outside, n0, n1, n2, n3, n4, n5, n6, n7, TILE
                     )
                     if RULE.has_blocks:
                         in_tensor = blocks_in_tensor(exists, TILE)
                         codes = find_codes(first_of(maxima, PAIRS), tensor_encode, RULE)
-                        furthest = tl.zeros(codes.shape, tl.uint32)
-                        furthest, c0, c1 = count_codes(codes, in_tensor, top_code, furthest, c0, c1)
+                        outside_blocks, c0, c1 = count_codes(
+                            codes, in_tensor, top_code, rest_bit, outside_blocks, c0, c1
+                        )
                         if PAIRS and TILE.padded_width == 1:
                             codes = find_codes(as_bits(high(maxima)), tensor_encode, RULE)
-                            furthest, c0, c1 = count_codes(codes, in_tensor, top_code, furthest, c0, c1)
-                        is_outside = is_outside | (highest(furthest) >= 64)
-                    outside |= tl.where(is_outside, rest_bit, 0)
+                            outside_blocks, c0, c1 = count_codes(
+                                codes, in_tensor, top_code, rest_bit, outside_blocks, c0, c1
+                            )
             rest_bit <<= 1
             rest >>= 1
         _keep(
@@ -328,29 +330,31 @@ def _quantize_and_count(
             top, n0, n1, n2, n3, n4, n5, n6, n7, top_code, c0, c1,
             IS_SHORT, HISTOGRAMS, RULE, TILE,
         )  # fmt: skip
-    if HISTOGRAMS and outside != 0:
-        for tile in range(program, num_tiles, num_programs):
-            if (outside & 1) != 0:
-                places, exists = find_places(tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE)
-                words = load(x_ptr, places, exists, TILE)
-                magnitudes = magnitudes_of(words, PAIRS)
-                maxima = block_maxima(magnitudes, TILE.padded_rows, TILE.padded_width, PAIRS)
-                bound = tl.where(highest_exponent(maxima, PAIRS) <= top, top - WINDOW, 255)
-                if PAIRS:
-                    count_outside(bins_ptr, as_bits(low(magnitudes)), exists, bound)
-                    count_outside(bins_ptr, as_bits(high(magnitudes)), exists, bound)
-                else:
-                    count_outside(bins_ptr, magnitudes, exists, bound)
-                if RULE.has_blocks:
-                    in_tensor = blocks_in_tensor(exists, TILE)
-                    count_codes_outside(
-                        bins_ptr, find_codes(first_of(maxima, PAIRS), tensor_encode, RULE), in_tensor, top_code
+    if HISTOGRAMS:
+        further = any_bits(outside, outside_blocks)
+        if further != 0:
+            for tile in range(program, num_tiles, num_programs):
+                if (further & 1) != 0:
+                    places, exists = find_places(
+                        tile, num_rows, num_columns, row_blocks, column_blocks, num_bands, TILE
                     )
-                    if PAIRS and TILE.padded_width == 1:
-                        count_codes_outside(
-                            bins_ptr, find_codes(as_bits(high(maxima)), tensor_encode, RULE), in_tensor, top_code
-                        )
-            outside >>= 1
+                    words = load(x_ptr, places, exists, TILE)
+                    magnitudes = magnitudes_of(words, PAIRS)
+                    maxima = block_maxima(magnitudes, TILE.padded_rows, TILE.padded_width, PAIRS)
+                    bound = tl.where(highest_exponent(maxima, PAIRS) <= top, top - WINDOW, 255)
+                    if PAIRS:
+                        count_outside(bins_ptr, as_bits(low(magnitudes)), exists, bound)
+                        count_outside(bins_ptr, as_bits(high(magnitudes)), exists, bound)
+                    else:
+                        count_outside(bins_ptr, magnitudes, exists, bound)
+                    if RULE.has_blocks:
+                        in_tensor = blocks_in_tensor(exists, TILE)
+                        codes = find_codes(first_of(maxima, PAIRS), tensor_encode, RULE)
+                        count_codes_outside(bins_ptr, codes, in_tensor, top_code)
+                        if PAIRS and TILE.padded_width == 1:
+                            codes = find_codes(as_bits(high(maxima)), tensor_encode, RULE)
+                            count_codes_outside(bins_ptr, codes, in_tensor, top_code)
+                further >>= 1
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ model has 4 layers, 17.3 M weights in float32 and 2 x 512 tokens: 200 captures a
     loop       ``torch.save`` of the same tensors, each alone, into as many files of another folder of the same disk
 
 The cost is ``closed`` less the bare iteration: ``plain`` for the type ``none``, which alters nothing, ``quantized``
-for others. In every round each of them runs once, in turn, after ``sync``; folders are removed outside of what is
-timed. A ratio is the median of the rounds' own ratios. Files go into the page cache, here and in the loop and in
-msprobe: none of them waits for the disk, unless the cache is so full that the kernel makes writers wait.
+for others. In every round each of them runs once, in turn, after ``sync``. A ratio is the median of the rounds' own
+ratios. Files go into the page cache, here and in the loop and in msprobe: none of them waits for the disk, unless the
+cache is so full that the kernel makes writers wait. Each finds the memory of the files that it wrote in the round
+before, which are removed right before what is timed: the host of a virtual machine takes memory that was free for a
+second back, and finding it anew would take several times as long as filling it, for whoever happens to come next.
 Nothing fails because of a time. ``--host-memory-gb`` is what holds an iteration's captures, taken before the first
 iteration; with 0 ``collect`` chooses, and the system finds the pages when they are first written to.
 """
@@ -138,8 +140,13 @@ def make_iteration() -> tuple[Any, Callable[[], None]]:
     return model, iterate
 
 
+def make_room(stale: Path) -> None:
+    """Removes files of a round before; and what others have written is not to be written back meanwhile."""
+    shutil.rmtree(stale, ignore_errors=True)
+    os.sync()
+
+
 def seconds_of(work: Callable[[], object]) -> float:
-    os.sync()  # what others have written before is not to be written back meanwhile
     start_s = time.perf_counter()
     work()
     return time.perf_counter() - start_s
@@ -156,8 +163,7 @@ def measure(arguments: argparse.Namespace, folder: Path, peer: "Peer | None") ->
     torch.set_num_threads(arguments.threads)
     model, iterate = make_iteration()
     iterate()
-    capture(model, iterate, folder / "tensors", arguments)
-    tensors = load_tensors(folder / "tensors")
+    tensors = load_tensors(model, iterate, folder / "tensors", arguments)
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     facts = {
         "cpu": processor(),
@@ -172,15 +178,20 @@ def measure(arguments: argparse.Namespace, folder: Path, peer: "Peer | None") ->
     }
     is_over_plain = arguments.quant_type == "none"
 
+    def plain() -> dict[str, Any]:
+        os.sync()
+        return {"plain_s": seconds_of(iterate)}
+
     def ours() -> dict[str, Any]:
-        found = capture(model, iterate, folder / "captured", arguments)
-        shutil.rmtree(folder / "captured")
-        return found
+        return capture(model, iterate, folder / "captured", arguments)
+
+    def loop() -> dict[str, Any]:
+        return {"loop_s": save(tensors, folder / "loop")}
 
     def theirs() -> dict[str, Any]:
         return {} if peer is None else peer.ask()
 
-    steps = [lambda: {"plain_s": seconds_of(iterate)}, ours, lambda: {"loop_s": save(tensors, folder)}, theirs]
+    steps = [plain, ours, loop, theirs]
     rounds = []
     for number in range(arguments.rounds + 1):
         found: dict[str, Any] = {"num_bytes": num_bytes, "is_over_plain": is_over_plain}
@@ -195,10 +206,12 @@ def measure(arguments: argparse.Namespace, folder: Path, peer: "Peer | None") ->
 def capture(model: Any, iterate: Callable[[], None], out_dir: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """One iteration that wants nothing, then one that captures everything into ``out_dir``, and another.
 
-    The last is not timed: the end of a run waits for all files, an iteration on the way does not.
+    The last is not timed: the end of a run waits for all files, an iteration on the way does not. The files stay, in
+    another folder, until the next round's turn.
     """
     import qcollect
 
+    stale = out_dir.with_suffix(".stale")
     collector = qcollect.collect(
         model,
         quant_type=arguments.quant_type,
@@ -209,8 +222,9 @@ def capture(model: Any, iterate: Callable[[], None], out_dir: Path, arguments: a
         host_memory_gb=arguments.host_memory_gb or None,
     )
     with collector as run:
-        quantized_s = seconds_of(lambda: (iterate(), run.step()))
         os.sync()
+        quantized_s = seconds_of(lambda: (iterate(), run.step()))
+        make_room(stale)
         start_s = time.perf_counter()
         iterate()
         run.step()
@@ -222,31 +236,33 @@ def capture(model: Any, iterate: Callable[[], None], out_dir: Path, arguments: a
         run.step()
     num_files = sum(1 for _ in out_dir.glob("*.pt"))
     assert num_files == 2 * NUM_CAPTURES, f"{num_files} files"
+    out_dir.rename(stale)
     return {"quantized_s": quantized_s, "thread_s": thread_s, "closed_s": closed_s}
 
 
-def load_tensors(out_dir: Path) -> list[Any]:
+def load_tensors(model: Any, iterate: Callable[[], None], out_dir: Path, arguments: argparse.Namespace) -> list[Any]:
+    """The tensors of an iteration."""
     import torch
 
-    tensors = [torch.load(path, weights_only=True)["tensor"] for path in sorted(out_dir.glob("*_iter001_*.pt"))]
-    shutil.rmtree(out_dir)
+    capture(model, iterate, out_dir, arguments)
+    kept = out_dir.with_suffix(".stale")
+    tensors = [torch.load(path, weights_only=True)["tensor"] for path in sorted(kept.glob("*_iter001_*.pt"))]
+    shutil.rmtree(kept)
     return tensors
 
 
-def save(tensors: Sequence[Any], folder: Path) -> float:
-    """Seconds of the loop, into a fresh folder that is removed then."""
+def save(tensors: Sequence[Any], out_dir: Path) -> float:
+    """Seconds of the loop."""
     import torch
 
-    out_dir = folder / "loop"
+    make_room(out_dir)
     out_dir.mkdir()
 
     def loop() -> None:
         for number, tensor in enumerate(tensors):
             torch.save(tensor, out_dir / f"{number:06d}.pt")
 
-    seconds = seconds_of(loop)
-    shutil.rmtree(out_dir)
-    return seconds
+    return seconds_of(loop)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -337,11 +353,13 @@ def serve(arguments: argparse.Namespace) -> None:
     answers.write(f"ready mindstudio-probe {version('mindstudio-probe')}, torch {torch.__version__}\n")
     answers.flush()
     for _ in sys.stdin:
+        os.sync()
         found: dict[str, Any] = {"peer_plain_s": seconds_of(iterate_plain)}
         debugger.start(model)
+        make_room(folder / "stale")
         found["peer_closed_s"] = seconds_of(dump)
         sizes = [path.stat().st_size for path in (folder / "dump").rglob("*.pt")]
-        shutil.rmtree(folder / "dump")
+        (folder / "dump").rename(folder / "stale")
         found |= {"peer_num_files": len(sizes), "peer_num_bytes": sum(sizes)}
         answers.write(json.dumps(found) + "\n")
         answers.flush()

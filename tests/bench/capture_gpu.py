@@ -21,9 +21,11 @@ Parts:
     identical  in deterministic mode, training under ``bf16`` with every tensor captured against training without
                qcollect: the bits of losses and weights
 
-The captured iteration begins ten seconds after ``collect`` at the earliest: captures wait for the processes that write.
-Files go into the page cache, here and for the floor: nothing waits for the disk. What a part has written is removed
-at its end. The exit code is 1 if a file holds something else or bits differ, never because of a time.
+The captured iteration begins ten seconds after ``collect`` at the earliest: captures wait for the processes that
+write. Files go into the page cache, here and for the floor: nothing waits for the disk. Each finds the memory of as
+many files that were written before and are removed right before what is timed: the host of a virtual machine takes
+memory that was free for a second back, and finding it anew takes several times as long as filling it. The exit code
+is 1 if a file holds something else or bits differ, never because of a time.
 """
 
 import argparse
@@ -140,8 +142,8 @@ class Bench:
 
 
 def run_capture(bench: Bench) -> dict[str, Any]:
-    # kernels are compiled, and memory is there: one layer has all the kinds of tensors
-    capture_once(bench, "warm", target=CAPTURES_A_LAYER, layers=[0])
+    # kernels are compiled, and memory is there
+    capture_once(bench, "warm", target=bench.target)
     device_bytes = quantized_device_bytes(bench)
     rows, sizes = [], list[int]()
     for number in range(bench.arguments.repeats):
@@ -175,8 +177,8 @@ def quantized_device_bytes(bench: Bench) -> int:
 
 
 def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, float], list[int]]:
-    """Times and memory of one captured iteration, and the sizes of its files, which are removed."""
-    out_dir, target = bench.folder / name, settings["target"]
+    """Times and memory of one captured iteration, and the sizes of its files, which stay until others are written."""
+    out_dir, stale, target = bench.folder / name, bench.folder / "stale", settings["target"]
     # the next iteration has captures, too: the end of a run waits for all files, an iteration on the way does not
     iterations = [NUM_QUIET, NUM_QUIET + 1]
     settings |= {"iterations": iterations, "num_iterations": NUM_QUIET + 2, "target": 2 * target}
@@ -195,6 +197,7 @@ def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, fl
             quiet = [bench.time(work) for _ in range(NUM_QUIET)]
             if bench.is_cuda:
                 time.sleep(max(WRITERS_START_S - (time.perf_counter() - entering_s), 0.0))
+            shutil.rmtree(stale, ignore_errors=True)
             start_s = time.perf_counter()
             returned_s, done_s = bench.time(work)
             while len(files := [path for path in os.listdir(out_dir) if path.endswith(".pt")]) < target:
@@ -203,7 +206,7 @@ def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, fl
             sizes = [(out_dir / file).stat().st_size for file in sorted(files)]
             work()
     assert len(sizes) == target, f"{len(sizes)} files"
-    shutil.rmtree(out_dir)
+    out_dir.rename(stale)
     quiet_returned_s, quiet_s = (statistics.median(times) for times in zip(*quiet, strict=True))
     row = {
         "enter_s": enter_s,
@@ -250,8 +253,7 @@ def pinned_bytes(bench: Bench) -> int:
 
 def write_floor(folder: Path, sizes: Sequence[int]) -> float:
     """Seconds in which threads write files of these sizes, each from a buffer of its own."""
-    out_dir = folder / "floor"
-    out_dir.mkdir()
+    out_dir = folder / "stale"  # of the same sizes, whoever wrote them
     source = torch.randint(0, 256, (max(sizes),), dtype=torch.uint8)
     with ThreadPoolExecutor(NUM_WRITERS) as pool:
         buffers = list(pool.map(lambda size: source[:size].clone().numpy(), sizes))
@@ -262,12 +264,12 @@ def write_floor(folder: Path, sizes: Sequence[int]) -> float:
                 while view:
                     view = view[file.write(view) :]
 
+        shutil.rmtree(out_dir, ignore_errors=True)
+        out_dir.mkdir()
         os.sync()
         start_s = time.perf_counter()
         list(pool.map(write, range(len(sizes))))
-        seconds = time.perf_counter() - start_s
-    shutil.rmtree(out_dir)
-    return seconds
+        return time.perf_counter() - start_s
 
 
 def d2h_floor() -> float:

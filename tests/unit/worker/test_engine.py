@@ -423,6 +423,15 @@ def test_threads_and_processes_end_with_the_engine(make_engine):
     assert set(threading.enumerate()) <= before and psutil.Process().children() == children
 
 
+def test_a_closed_engine_has_no_memory_whoever_still_knows_it(make_engine):
+    before = set(Memory._local)
+    engine = make_engine(host_memory_bytes=64 << 20)
+    engine.submit(torch.randn(1 << 20), observation(), 1)
+    assert len(set(Memory._local) - before) == 1
+    engine.close()
+    assert not set(Memory._local) - before
+
+
 @pytest.mark.parametrize("durability", ["none", "file", "all"])
 def test_what_is_synced_is_what_was_asked_for(tmp_path, monkeypatch, durability):
     synced = []

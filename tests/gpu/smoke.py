@@ -32,6 +32,7 @@ import torch
 
 import qcollect
 from qcollect.formats.catalog import QUANT_TYPES
+from qcollect.paths import RunPaths
 from qcollect.recipe.load import load_recipe
 from qcollect.vocab import CaptureName
 from qcollect.worker.dataset import make_batches
@@ -66,8 +67,9 @@ def check_folder(run_dir: Path, nproc: int) -> int:
     ranks = [CaptureName.parse(file.name).rank for file in files]
     expected = [TARGET // nproc + (rank < TARGET % nproc) for rank in range(nproc)]
     assert [ranks.count(rank) for rank in range(nproc)] == expected, (len(files), expected)
-    devices = {json.loads(p.read_text())["device"] for p in (run_dir / ".qcollect" / "progress").glob("*.json")}
-    assert devices == {f"cuda:{index}" for index in range(nproc)}, devices
+    reports = [RunPaths(run_dir).progress_path(rank) for rank in range(nproc)]
+    devices = [json.loads(report.read_text())["device"] for report in reports]
+    assert devices == [f"cuda:{index}" for index in range(nproc)], devices
     return sum(check_file(file) for file in files)
 
 

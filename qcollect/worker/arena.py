@@ -109,7 +109,6 @@ class HostArena:
         self._memory = Memory(self.num_bytes, is_shared=is_shared)
         self._free = [(0, self.num_bytes)]  # by offset
         self._num_oversized = 0
-        self._is_closed = False
         self.is_pinned = pin and _page_lock(self._memory.map, self.num_bytes)
         if not self.is_pinned:
             _tensor(self._memory.map, (min(num_touched, self.num_bytes),), torch.uint8, 0).zero_()
@@ -160,12 +159,8 @@ class HostArena:
             self._num_oversized -= 1
 
     def close(self) -> None:
-        """Unlock the memory and let go of it: it goes when the last tensor in it has gone. Nothing follows but this."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Unlock the memory and let go of it: it goes when the last tensor in it has gone. Nothing may follow."""
         if self.is_pinned:
-            self.is_pinned = False
             torch.cuda.cudart().cudaHostUnregister(_address(self._memory.map))  # type: ignore[no-untyped-call]
         del self._memory  # whoever still knows the arena
 

@@ -47,7 +47,6 @@ from qcollect.worker.staging import identity_of
 from qcollect.worker.state import STATE
 from qcollect.worker.tables import AT_ONCE, Batch, Pending, Table
 
-_MAX_QUEUED = 64  # micro-batches whose lines are to be written, until training waits
 _WITHOUT_FLOAT64 = ("mps",)
 
 

@@ -36,6 +36,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from room import make_room
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_CAPTURES = 200
 CONFIG = {
@@ -138,12 +140,6 @@ def make_iteration() -> tuple[Any, Callable[[], None]]:
         model(input_ids=tokens, labels=tokens).loss.backward()
 
     return model, iterate
-
-
-def make_room(stale: Path) -> None:
-    """Removes files of a round before; and what others have written is not to be written back meanwhile."""
-    shutil.rmtree(stale, ignore_errors=True)
-    os.sync()
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -54,6 +54,7 @@ os.environ.setdefault("RANK", "0")
 import psutil
 import torch
 from pairs import Pair, summarize_pairs, take_pairs
+from room import make_room
 from torch import nn
 
 import qcollect
@@ -143,11 +144,11 @@ class Bench:
 
 def run_capture(bench: Bench) -> dict[str, Any]:
     # kernels are compiled, and memory is there
-    capture_once(bench, "warm", target=bench.target)
+    capture_once(bench, "warm")
     device_bytes = quantized_device_bytes(bench)
     rows, sizes = [], list[int]()
     for number in range(bench.arguments.repeats):
-        row, sizes = capture_once(bench, f"capture{number}", target=bench.target)
+        row, sizes = capture_once(bench, f"capture{number}")
         row["extra_device_bytes"] = row.pop("device_bytes") - device_bytes
         rows.append(row)
         text = ", ".join(f"{name} {1e3 * row[name]:.1f} ms" for name in ("quiet_s", "held_s", "closed_s"))
@@ -176,12 +177,12 @@ def quantized_device_bytes(bench: Bench) -> int:
         taps.remove()
 
 
-def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, float], list[int]]:
+def capture_once(bench: Bench, name: str) -> tuple[dict[str, float], list[int]]:
     """Times and memory of one captured iteration, and the sizes of its files, which stay until others are written."""
-    out_dir, stale, target = bench.folder / name, bench.folder / "stale", settings["target"]
+    out_dir, stale, target = bench.folder / name, bench.folder / "stale", bench.target
     # the next iteration has captures, too: the end of a run waits for all files, an iteration on the way does not
     iterations = [NUM_QUIET, NUM_QUIET + 1]
-    settings |= {"iterations": iterations, "num_iterations": NUM_QUIET + 2, "target": 2 * target}
+    settings = {"iterations": iterations, "num_iterations": NUM_QUIET + 2, "target": 2 * target}
     os.sync()  # what was written before is not to be written back meanwhile
     rss_bytes = psutil.Process().memory_info().rss
     reset_peaks(bench)
@@ -197,7 +198,7 @@ def capture_once(bench: Bench, name: str, **settings: Any) -> tuple[dict[str, fl
             quiet = [bench.time(work) for _ in range(NUM_QUIET)]
             if bench.is_cuda:
                 time.sleep(max(WRITERS_START_S - (time.perf_counter() - entering_s), 0.0))
-            shutil.rmtree(stale, ignore_errors=True)
+            make_room(stale)
             start_s = time.perf_counter()
             returned_s, done_s = bench.time(work)
             while len(files := [path for path in os.listdir(out_dir) if path.endswith(".pt")]) < target:
@@ -264,9 +265,8 @@ def write_floor(folder: Path, sizes: Sequence[int]) -> float:
                 while view:
                     view = view[file.write(view) :]
 
-        shutil.rmtree(out_dir, ignore_errors=True)
+        make_room(out_dir)
         out_dir.mkdir()
-        os.sync()
         start_s = time.perf_counter()
         list(pool.map(write, range(len(sizes))))
         return time.perf_counter() - start_s

@@ -62,13 +62,15 @@ def test_statistics_are_those_of_float64(part: int) -> None:
     gpu.check_stats("cpu", part, 8)
 
 
+@pytest.mark.parametrize("elements", [1024, 2048])
 @pytest.mark.parametrize(("axis", "dtype"), [(0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)], ids=str)
 def test_counts_of_one_program_whose_tiles_are_far_apart(
-    axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     """The first tile sets the windows of exponents and scale codes; others lie below, across, above, are not finite."""
-    sizes = {key: TileSize(elements=1024, num_warps=1) for key in triton_launch._TILE_SIZES}
+    sizes = {key: TileSize(elements=elements, num_warps=1) for key in triton_launch._TILE_SIZES}
     monkeypatch.setattr(triton_launch, "_TILE_SIZES", sizes)
+    monkeypatch.setattr(triton_launch, "_plans", {})
     monkeypatch.setattr(triton_launch, "_NUM_STATS_PROGRAMS", 1)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(7 * 32, 32, generator=generator)

@@ -13,6 +13,7 @@ import torch
 
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import Gemm, LayerType
+from qcollect.worker.content import Content
 from qcollect.worker.gemm import Operand
 from qcollect.worker.policy import Quantizers, Use
 from qcollect.worker.sharding import is_sharded
@@ -85,7 +86,7 @@ class Frame:
     taker: Taker
     token_hash: str | None = None
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    counts: dict[tuple[Hashable, ...], torch.Tensor] = field(default_factory=dict)
+    counts: dict[tuple[Hashable, ...], tuple[Content | None, torch.Tensor]] = field(default_factory=dict)
 
     def of_call(self, module: str) -> "Frame | None":
         """This frame for the first call of a module, None for a later one: a group is of one call, there and back.
@@ -106,10 +107,12 @@ class Frame:
 
     def describe(self, module: str, use: Use) -> dict[str, Any]:
         """``Use.describe``; the elements clamped are counted once for an original and its quantized copies."""
-        key = (module, *use.count_key)
-        if key not in self.counts:
-            self.counts[key] = use.num_saturated()
-        return use.describe(self.counts[key])
+        key, operand = (module, *use.count_key), use.binding.x
+        content, count = self.counts.get(key, (None, None))
+        if count is None or content is None or not content.is_of(operand):
+            count = use.num_saturated()
+            self.counts[key] = Content.of(operand), count
+        return use.describe(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,10 +239,8 @@ class Use:
 
     @property
     def count_key(self) -> tuple[Hashable, ...]:
-        """The same for uses by one module that clamp the same elements: those of one tensor, not changed since."""
-        x = self.binding.x
-        place = (x.data_ptr(), x._version, x.shape, x.stride())
-        return self.tensor_name, id(self.quantizer), self.seed, self.hadamard_seed, *place
+        """The same for uses by one module that clamp the same elements of the same operand."""
+        return self.tensor_name, id(self.quantizer), self.seed, self.hadamard_seed
 
     def num_saturated(self) -> torch.Tensor:
         """How many elements are clamped, 0-dim, a whole number of some dtype: as much work as quantizing."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcollect.store.summary import FIELDS, summarize
 from qcollect.store.summary_cuda import Room, can_copy, max_shares, pending_summaries
 from qcollect.store.summary_cuda import summarize as summarize_flat
 from qcollect.worker.arena import HostArena, Piece, Slot, page_rounded
+from qcollect.worker.content import Content
 from qcollect.worker.saver import Observation, Source, plain_value
 from qcollect.worker.shipment import Arrival, Number, Shipment
 
@@ -102,7 +102,6 @@ class Order:
 
 
 Ship = Callable[[list[Shipment]], None]
-_Identity = tuple[Any, ...]
 
 
 class Stager:
@@ -129,7 +128,7 @@ class Stager:
         self.num_shared = 0
         self._ship, self._wait = ship, wait
         self._sizes = min(buffer_bytes, arena.num_bytes // 2), max_buffers
-        self._seen: dict[int, tuple[StorageWeakRef, _Identity, Staged]] = {}  # by address
+        self._seen: dict[int, tuple[Content, Staged]] = {}  # by address
         self._lanes: dict[torch.device, _Lane] = {}
         self._facts: HostArena | None = None
         self._value_ids = count()
@@ -198,22 +197,18 @@ class Stager:
         found = self._seen.get(value.data_ptr())
         if found is None:
             return None
-        storage, content, staged = found
-        if storage.expired():  # type: ignore[no-untyped-call]  # the memory is another's by now
-            del self._seen[value.data_ptr()]
-            _release(staged.parcel)
-            return None
-        return staged if content == _content_of(value) else None
+        content, staged = found
+        if content.is_of(value):
+            return staged
+        del self._seen[value.data_ptr()]  # changed, or the memory is another's by now
+        _release(staged.parcel)
+        return None
 
     def _remember(self, value: Tensor, staged: Staged) -> None:
-        content, address = _content_of(value), value.data_ptr()
-        if content is None:
-            return
-        if address in self._seen:  # with what was there before
-            _release(self._seen[address][2].parcel)
-        staged.parcel.num_users += 1  # this memory of it
-        storage = StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
-        self._seen[address] = storage, content, staged
+        content = Content.of(value)
+        if content is not None:
+            staged.parcel.num_users += 1  # this memory of it
+            self._seen[value.data_ptr()] = content, staged
 
     def _allocate(self, parcel: Parcel, num_bytes: int, before_waiting: Callable[[], None] = lambda: None) -> Slot:
         slot = self.arena.try_allocate(num_bytes)
@@ -472,24 +467,3 @@ def _aligned(num_bytes: int) -> int:
 
 def _is_over(event: torch.cuda.Event | None) -> bool:
     return event is None or bool(event.query())  # type: ignore[no-untyped-call]
-
-
-def _content_of(value: Tensor) -> _Identity | None:
-    """What tells that tensors at one address have the same content; None where nothing tells."""
-    if value.is_inference() or value.numel() == 0:
-        return None
-    return value._version, value.dtype, value.shape, value.stride()
-
-
-def identity_of(value: Tensor) -> _Identity | None:
-    """What tells that two tensors are the same memory with the same content; None where nothing tells."""
-    if value.is_inference() or value.numel() == 0:
-        return None
-    return (
-        value.untyped_storage()._cdata,
-        value.storage_offset(),
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value._version,
-    )

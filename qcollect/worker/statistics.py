@@ -30,6 +30,7 @@ from qcollect.store.summary_cuda import pending_summaries
 from qcollect.store.summary_cuda import summarize as summarize_flat
 from qcollect.vocab import CaptureKey, Gemm
 from qcollect.worker.batch_writer import BatchWriter, head_of
+from qcollect.worker.content import identity_of
 from qcollect.worker.counts import Counts
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.frame import Claim, Frame, WantKey
@@ -43,7 +44,6 @@ from qcollect.worker.resume import Kept
 from qcollect.worker.saver import Saver, plain_value
 from qcollect.worker.sharding import local_of
 from qcollect.worker.sink import Observer
-from qcollect.worker.staging import identity_of
 from qcollect.worker.state import STATE
 from qcollect.worker.tables import AT_ONCE, Batch, Pending, Table
 

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -182,6 +183,20 @@ def test_memory_given_to_another_tensor_is_staged_anew():
         seen.append(stager.stage(x))
         del x
     assert [float(value_of(staged)[0]) for staged in seen] == [float(i) for i in range(50)]
+
+
+def test_memory_that_a_storage_gave_back_is_another_tensors():
+    """FSDP frees a gathered weight so: the storage lives on, empty, and its memory is the next tensor's."""
+    stager, _ = make_stager()
+    memory = bytearray(4000)
+    gathered = torch.frombuffer(memory, dtype=torch.float32)
+    first = stager.stage(gathered)
+    memory[:] = struct.pack("f", 1) * 1000
+    gradient = torch.frombuffer(memory, dtype=torch.float32)
+    assert (gradient.data_ptr(), gradient._version) == (gathered.data_ptr(), gathered._version)
+    second = stager.stage(gradient)
+    assert second is not first
+    assert (value_of(first).sum(), value_of(second).sum()) == (0, 1000)
 
 
 def test_after_forgetting_the_memory_is_given_back():

@@ -11,6 +11,7 @@ from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.quantizer import Quantizer
 from qcollect.store.capture import plain
 from qcollect.vocab import Gemm, LayerType
+from qcollect.worker.frame import Frame
 from qcollect.worker.policy import Use
 
 TYPES = tuple(name for name, entry in QUANT_TYPES.items() if entry.element is not None)
@@ -84,12 +85,19 @@ def test_elements_are_counted_once_for_an_original_and_its_copies(
             assert content["metadata"]["consumers"] == [entry for entry in entries if entry["gemm"] == gemm]
 
 
-def test_a_tensor_changed_in_place_is_another_one():
-    x = torch.ones(2, 32)
-    key = use_of(x, "mxfp8").count_key
-    assert use_of(x, "mxfp8").count_key == key
-    assert use_of(x.view(2, 32), "mxfp8").count_key == key
-    assert use_of(x, "mxfp8", scale_rule="rceil").count_key != key
-    assert use_of(x.clone(), "mxfp8").count_key != key
+def test_a_count_is_of_one_content_of_memory(counts):
+    frame = Frame(iteration=0, micro_batch=0, sample_idx=0, num_samples=1, wanted={}, taker=None)
+
+    def counted(x, **settings):
+        counts.clear()
+        frame.describe("m", use_of(x, "mxfp8", **settings))
+        return bool(counts)
+
+    memory = bytearray(4 * 64)
+    x = torch.frombuffer(memory, dtype=torch.float32).view(2, 32)
+    assert [counted(x), counted(x), counted(x.view(2, 32))] == [True, False, False]
+    assert counted(x, scale_rule="rceil")
+    assert counted(x.clone()) and counted(x)
     x.mul_(2)
-    assert use_of(x, "mxfp8").count_key != key
+    assert counted(x) and not counted(x)
+    assert counted(torch.frombuffer(memory, dtype=torch.float32).view(2, 32))  # another tensor's memory by now

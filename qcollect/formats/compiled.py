@@ -9,7 +9,8 @@ into a library in the user's cache folder, and loaded from there by every later 
 a new shape nor autocast, grad mode or a number of threads compiles anything again.
 
 What inductor makes of a variant is three loop nests: the abs max of every block, the scales of all blocks, and the
-rounding, which writes to ``out`` and to nothing else. Scales and random numbers are computed by the functions that
+rounding, which writes to ``out`` and to nothing else. A tensor goes through them part by part, so that the second sweep
+finds in the processor's cache what the first one read. Scales and random numbers are computed by the functions that
 ``eager`` uses. Rounding is written anew, since inductor has no vector instruction for looking at a float's bits: the
 power of two below a number comes from four float operations (``_leading_power``), and adding and subtracting a large
 number rounds. Inductor compiles without contraction, reassociation and flushing to zero: every operation is rounded as
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, prod
+from math import gcd, inf, prod
 from pathlib import Path
 
 import torch
@@ -41,7 +42,6 @@ from qcollect.formats.elements import (
     HybridSource,
     limit_,
     magnitude_bits,
-    power_of_two,
     round_to_element_,
 )
 from qcollect.formats.random import random_fractions
@@ -49,6 +49,9 @@ from qcollect.formats.records import Element, QuantType, Rounding, ScaleRule
 from qcollect.formats.scales import ROUND_TO, block_scales, tensor_decode
 
 MIN_ELEMENTS = 1 << 12  # a call takes about 0.1 ms at least, the steps of plain torch about 0.3 ms
+_PART_ELEMENTS = 1 << 20  # of one call: few enough for a cache
+_ROWS_AHEAD = 8  # of a tensor, that a processor reads ahead of at a time
+_LANES = 16  # float32 numbers in the widest vectors
 _MAX_EXPONENT = 64  # numbers below 2^64 stay finite when they are multiplied with 2^24
 _LARGEST = torch.finfo(torch.float32).max
 # Sizes that a variant is exported with. They become variables; no two are equal.
@@ -76,6 +79,16 @@ class Variant:
     source: HybridSource | None
     has_encode: bool
     dtype: torch.dtype
+
+    @property
+    def first_groups(self) -> int:
+        """How many elements along the axis have an abs max in memory, from which that of a block is made; 1: none has.
+
+        Those of the smallest exponents; across memory as many as a processor reads ahead of at a time, row by row.
+        """
+        if self.quant_type.micro_exponents:
+            return self.quant_type.micro_exponents[-1][0]
+        return 1 if self.is_last or not isinstance(self.block_size, int) else gcd(self.block_size, _ROWS_AHEAD)
 
 
 _kernels: dict[Variant, Kernel] = {}
@@ -151,13 +164,29 @@ def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with
     sizes = _sizes(source, choices)
     filled = [-(-length // sizes.get(dim, 1)) * sizes.get(dim, 1) for dim, length in enumerate(source.shape)]
     if filled == list(source.shape):
-        kernel(_as_blocks(source, choices), _as_blocks(out, choices), *scales, *places)
+        _run_parts(kernel, _as_blocks(source, choices), _as_blocks(out, choices), scales, places)
         return
     padded = source.new_zeros(filled)
     part = padded[tuple(slice(0, length) for length in source.shape)]
     part.copy_(source)
-    kernel(_as_blocks(padded, choices), _as_blocks(padded, choices), *scales, *places)
+    _run_parts(kernel, _as_blocks(padded, choices), _as_blocks(padded, choices), scales, places)
     out.copy_(part)
+
+
+def _run_parts(
+    kernel: Kernel,
+    x: Tensor,
+    out: Tensor,
+    scales: tuple[Tensor | None, Tensor | None],
+    places: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """One call for each part of the blocks; one for all without blocks, where memory is read once."""
+    seed, starts, stride = places
+    length = x.shape[0]
+    step = length if x.dim() == 1 else max(1, _PART_ELEMENTS * length // x.numel())
+    for first in range(0, length, step):
+        part = slice(first, first + step)
+        kernel(x[part], out[part], *scales, seed, None if starts is None else starts[part], stride)
 
 
 def _restore(choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool) -> Tensor | None:
@@ -240,11 +269,16 @@ def _variant(choices: Choices, dtype: torch.dtype, *, is_last: bool, has_encode:
 
 
 class _Quantize(nn.Module):
-    """The graph of a variant. It gives back the scales, which keeps inductor from computing them for every element."""
+    """The graph of a variant. What it gives back inductor keeps in memory; all else is computed for every element."""
+
+    masks: Tensor  # (groups, _LANES), 1 for the elements of each of the groups side by side, 0 for the others
 
     def __init__(self, variant: Variant) -> None:
         super().__init__()
         self.variant = variant
+        smallest = variant.quant_type.micro_exponents[-1][0] if variant.quant_type.micro_exponents else _LANES
+        groups = torch.arange(_LANES) // smallest
+        self.register_buffer("masks", (groups == torch.arange(_LANES // smallest)[:, None]).to(torch.float32))
 
     def forward(
         self,
@@ -266,22 +300,38 @@ class _Quantize(nn.Module):
         assert variant.scale_rule is not None
         if not entry.keeps_minus_zero:
             values = values + 0.0
-        maxima = values.abs()
-        dims = (1, 3) if isinstance(variant.block_size, tuple) else (1,)
-        if entry.micro_exponents:  # of the smallest groups first, so that memory is read once
-            maxima = grouped(maxima, 1, entry.micro_exponents[-1][0]).amax(2)
+        maxima, dims = values.abs(), (1, 3) if isinstance(variant.block_size, tuple) else (1,)
+        kept = []
+        if variant.first_groups > 1:  # of whole numbers, which have no NaN to look for
+            maxima = grouped(magnitude_bits(x.to(torch.float32)), 1, variant.first_groups).amax(2).view(torch.float32)
+            kept = [maxima]
         block = block_scales(magnitude_bits(maxima.amax(dims, keepdim=True)), entry, variant.scale_rule, encode)
         decode = block.scale if restore is None else ROUND_TO[entry.scale_arithmetic](block.scale * restore)
         if not entry.micro_exponents:
             out.copy_(self._round(values * block.encode, draws) * decode)
-            return block.encode, decode
+            return block.encode, decode, *kept
         powers = _micro_powers(maxima * block.encode, entry)
+        groups, factors = self._spread(values, powers)
         # in this order: then only products with a scale are rounded
-        groups = grouped(values, 1, entry.micro_exponents[-1][0])
-        scaled = (groups * block.encode.unsqueeze(1) / powers.unsqueeze(2)).view(values.shape)
-        rounded = self._round(scaled, draws).view(groups.shape)
-        out.copy_((rounded * powers.unsqueeze(2) * decode.unsqueeze(1)).view(values.shape))
-        return block.encode, decode, powers
+        scaled = groups * block.encode.unsqueeze(1) / factors
+        rounded = self._round(scaled, None if draws is None else draws.view(groups.shape))
+        out.copy_((rounded * factors * decode.unsqueeze(1)).view(values.shape))
+        return block.encode, decode, *kept, powers
+
+    def _spread(self, values: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
+        """``values`` as groups, and what each element is multiplied with: the power of its smallest group.
+
+        Side by side in memory such powers would be looked up element by element, where a vector holds several groups;
+        they are added up instead, each masked.
+        """
+        smallest = self.variant.quant_type.micro_exponents[-1][0]
+        if not self.variant.is_last or _LANES % smallest or values.shape[1] % _LANES:
+            return grouped(values, 1, smallest), powers.unsqueeze(2)
+        neighbours = grouped(powers, 1, _LANES // smallest)
+        factors = neighbours[:, :, :1] * self.masks[0]
+        for i in range(1, _LANES // smallest):
+            factors = factors + neighbours[:, :, i : i + 1] * self.masks[i]
+        return grouped(values, 1, _LANES), factors
 
     def _round(self, values: Tensor, draws: Tensor | None) -> Tensor:
         variant, element = self.variant, self.variant.quant_type.element
@@ -311,7 +361,7 @@ def _micro_powers(maxima: Tensor, entry: QuantType) -> Tensor:
     powers, smallest = torch.ones_like(maxima), entry.micro_exponents[-1][0]
     for size, threshold in entry.micro_exponents:
         groups = grouped(maxima, 1, size // smallest)
-        steps = power_of_two((groups.amax(2, keepdim=True) >= threshold).to(torch.int32))
+        steps = torch.where(groups.amax(2, keepdim=True) >= threshold, 2.0, 1.0)
         maxima = (groups / steps).view(maxima.shape)
         powers = (grouped(powers, 1, size // smallest) * steps).view(maxima.shape)
     return powers
@@ -341,12 +391,14 @@ def _rounded(values: Tensor, element: Element, rounding: Rounding, draws: Tensor
         rounded = torch.where(is_large, rounded * 2.0**_MAX_EXPONENT, rounded)
     if not saturate:
         rounded = torch.where(rounded > element.max_value, inf, rounded)
-    rounded = torch.copysign(rounded, values)
-    return rounded if element.signed_zero else rounded + 0.0
+    rounded = torch.where(values < 0.0, -rounded, rounded)  # copysign is a function's call for every vector
+    return torch.where(values == 0.0, values, rounded) if element.signed_zero else rounded + 0.0
 
 
 def _spacing(magnitude: Tensor, element: Element) -> Tensor:
-    """Distance of neighbouring element values around each magnitude, NaN for NaN."""
+    """Distance of neighbouring element values around each magnitude, NaN for NaN unless it is the same for all."""
+    if element.max_exponent <= element.min_exponent:
+        return torch.full_like(magnitude, 2.0 ** (element.min_exponent - element.mantissa_bits))
     power = _leading_power(magnitude).clamp_min(2.0**element.min_exponent)
     if not element.taper:
         return power * 2.0**-element.mantissa_bits
@@ -404,8 +456,10 @@ def _compile(variant: Variant, path: Path) -> None:
                     "cpp.dynamic_threads": True,
                     "cpp.enable_floating_point_contract_flag": "off",
                     "cpp.enable_unsafe_math_opt_flag": False,
-                    # abs max of four elements each is kept for those of larger groups
-                    "realize_reads_threshold": 3,
+                    "cpp.enable_tiling_heuristics": False,  # they give vectors up for a few broadcast factors
+                    # nothing is kept in memory but what the graph gives back
+                    "realize_reads_threshold": 1 << 20,
+                    "realize_opcount_threshold": 1 << 20,
                 },
             )
         Path(name).replace(path)  # another process sees all of it or nothing
@@ -454,7 +508,7 @@ def _digest(variant: Variant) -> str:
     modules = (blocks, elements, random, records, scales)
     functions = (_places_of, _micro_powers, _rounded, _spacing, _leading_power, _example, _compile)
     parts = [repr(variant), torch.__version__, platform.machine(), processor()]
-    parts += [inspect.getsource(part) for part in (*modules, _Quantize, *functions)]
+    parts += [inspect.getsource(part) for part in (*modules, Variant, _Quantize, *functions)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -28,7 +28,9 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 
 @pytest.fixture(autouse=True)
 def _with_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size, and in parts from 1500 elements on, the last of which is shorter."""
     monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(compiled, "_PART_ELEMENTS", 1500)
 
 
 def choices_of(
@@ -126,6 +128,16 @@ def test_any_number_of_any_dtype(quant_type: str, axis: int, dtype: torch.dtype,
     x = x if axis else x.t().contiguous()
     encode = encode_of(x, choices)
     assert_bits(by_compiler(x, choices, cache_dir, encode), by_steps(x, choices, encode))
+
+
+@pytest.mark.parametrize("sizes", [(8, 2), (64, 32), (32, 16)])
+@pytest.mark.parametrize("rounding", ["half_away", "stochastic"])
+def test_exponents_of_groups_of_any_size(sizes: tuple[int, int], rounding: Rounding, cache_dir: Path) -> None:
+    """Few in a vector, one over several vectors, and one in a vector."""
+    hif4 = choices_of("hif4", rounding=rounding)
+    choices = replace(hif4, quant_type=replace(hif4.quant_type, micro_exponents=((sizes[0], 4.0), (sizes[1], 2.0))))
+    x = awkward(512, 256)
+    assert_bits(by_compiler(x, choices, cache_dir), by_steps(x, choices))
 
 
 @pytest.mark.parametrize("quant_type", ["nvfp4", "mxfp8", "mxfp4"])

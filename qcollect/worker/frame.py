@@ -86,7 +86,7 @@ class Frame:
     taker: Taker
     token_hash: str | None = None
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    counts: dict[tuple[Hashable, ...], tuple[Content | None, torch.Tensor]] = field(default_factory=dict)
+    counts: dict[tuple[Hashable, ...], tuple[Content, torch.Tensor]] = field(default_factory=dict)
 
     def of_call(self, module: str) -> "Frame | None":
         """This frame for the first call of a module, None for a later one: a group is of one call, there and back.
@@ -108,10 +108,12 @@ class Frame:
     def describe(self, module: str, use: Use) -> dict[str, Any]:
         """``Use.describe``; the elements clamped are counted once for an original and its quantized copies."""
         key, operand = (module, *use.count_key), use.binding.x
-        content, count = self.counts.get(key, (None, None))
-        if count is None or content is None or not content.is_of(operand):
-            count = use.num_saturated()
-            self.counts[key] = Content.of(operand), count
+        known = self.counts.get(key)
+        if known is not None and known[0].is_of(operand):
+            return use.describe(known[1])
+        content, count = Content.of(operand), use.num_saturated()
+        if content is not None:
+            self.counts[key] = content, count
         return use.describe(count)
 
 

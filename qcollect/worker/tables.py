@@ -56,7 +56,7 @@ class Batch:
         tokens: its first input, in host memory when ``arrived`` has come.
         expected: of a resumed run, what is listed already and must come out the same.
         records: template, rows, place in ``amaxes``, seed.
-        known: rows by what they are the measurement of, while that memory is alive.
+        known: rows by what they are the measurement of, with what keeps the id of its storage from being another's.
         streams: on which something was measured, and what waits there.
     """
 
@@ -77,9 +77,13 @@ class Batch:
         return self.num_rows - 1
 
     def find(self, what: Hashable, tensor: torch.Tensor) -> tuple[int, bool]:
-        """The row of a measurement, and whether it is still to be made; the same memory is measured once."""
+        """The row of a measurement, and whether it is still to be made; the same memory is measured once.
+
+        Args:
+            what: with ``content.identity_of`` the tensor.
+        """
         found = self.known.get(what)
-        if found is not None and not found[0].expired():  # type: ignore[no-untyped-call]
+        if found is not None:
             return found[1], False
         row = self.row()
         self.known[what] = StorageWeakRef(tensor.untyped_storage()), row  # type: ignore[no-untyped-call]

@@ -14,6 +14,9 @@ def pytest_configure() -> None:
     # a shell ignores Ctrl-C for what it starts in the background, and children inherit that
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # and nohup that a terminal closes
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # what is remembered of models is the tests' own
     os.environ["QCOLLECT_CACHE_DIR"] = tempfile.mkdtemp(prefix="qcollect-cache-")
 

@@ -10,12 +10,10 @@ script that calls ``collect`` itself is left alone.
 """
 
 import atexit
-import os
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from qcollect.errors import UsageError
 from qcollect.worker import collect as collect_module
 from qcollect.worker.collector import Collector
+from qcollect.worker.script import finish, never_free, run_script
 from qcollect.worker.sites import find_modules, unwrap
 
 _original_call = nn.Module.__call__
@@ -50,6 +49,7 @@ class _Auto:
             disable()
         elif is_model(module):
             disable()
+            never_free(module)
             self.collector = collect_module.collect(module)
             refuse_metrics(self.collector)
             self.collector.__enter__()
@@ -104,15 +104,13 @@ def disable() -> None:
     nn.Module.__call__ = _original_call  # type: ignore[method-assign]
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Run a script with capture on; ``arguments`` are the script and its own."""
     if not arguments:
         sys.exit("usage: torchrun ... -m qcollect.worker.auto SCRIPT [ARGS]")
-    script = str(Path(arguments[0]).absolute())
-    sys.argv = [script, *arguments[1:]]
-    sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120
     enable()
-    runpy.run_path(script, run_name="__main__")
+    run_script(str(Path(arguments[0]).absolute()), arguments[1:])
+    finish()
 
 
 if __name__ == "__main__":

@@ -5,15 +5,12 @@ python -m qcollect.worker --inspect IN OUT   recipe JSON in, inspection JSON out
 python -m qcollect.worker --devices          devices as JSON on stdout
 """
 
-import atexit
 import errno
 import faulthandler
 import json
 import os
-import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -24,6 +21,7 @@ from typing import IO, NoReturn
 from qcollect.errors import ExitCode
 from qcollect.host.processes import PARENT_VARIABLE, die_with_parent
 from qcollect.paths import RunPaths
+from qcollect.worker.script import finish, run_script
 
 PLAN_VARIABLE = "QCOLLECT_PLAN"
 _stacks_file: IO[bytes] | None = None
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(signal.SIGKILL, int(parent) if parent else None)
     if PLAN_VARIABLE not in os.environ and answer(arguments):
-        _finish()
+        finish()
     _work(list(arguments))
 
 
@@ -75,13 +73,10 @@ def _work(script_args: list[str]) -> NoReturn:
     try:
         _reserve_error(paths, rank)
         _run_script(plan_path, script_args)
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            _fail(paths, rank, local_rank, stop)
     except BaseException as error:
         _fail(paths, rank, local_rank, error)
     _leave(paths, rank)
-    _finish()
+    finish()
 
 
 def _reserve_error(paths: RunPaths, rank: int) -> None:
@@ -94,10 +89,8 @@ def _run_script(plan_path: Path, script_args: list[str]) -> None:
     from qcollect.worker import auto
 
     script = json.loads(plan_path.read_text(encoding="utf-8"))["recipe"]["script"]
-    sys.argv = [script, *script_args]
-    sys.path.insert(0, str(Path(script).parent))
     auto.enable(exit_at_target=True)  # for a script without ``collect``
-    runpy.run_path(script, run_name="__main__")
+    run_script(script, script_args)
 
 
 def _redirect_output(log_path: Path) -> None:
@@ -132,18 +125,6 @@ def _leave(paths: RunPaths, rank: int) -> None:
         write_json_atomic(paths.leave_path(rank), {"rank": rank, "time": time.time()})
     with suppress(OSError):  # nobody will ask any more
         paths.stacks_path(rank).unlink()
-
-
-def _finish() -> NoReturn:
-    """End with 0: threads are waited for and exit handlers run, as when an interpreter ends.
-
-    Its own tear-down after that is left out: with torch and transformers loaded it takes 1.4 s (measured).
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # executors first, then what is no daemon
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ExitCode.OK)
 
 
 def _explain(paths: RunPaths, rank: int, error: BaseException) -> BaseException:

@@ -11,6 +11,7 @@ import qcollect
 from qcollect.worker import auto
 
 pytestmark = pytest.mark.integration
+TIMEOUT_S = 120
 
 SCRIPT = """
 import sys
@@ -35,6 +36,30 @@ for iteration in range(4):
     sys.stdout.write(f"iteration {iteration} {sys.argv[1:]}\\n")
 dist.destroy_process_group()
 """
+LEAVES_THINGS_BEHIND = """
+import atexit, sys, threading, time
+
+class Freed:
+    def __del__(self):
+        sys.stdout.write("freed ")
+
+def work():
+    time.sleep(0.2)
+    sys.stdout.write("thread ")
+
+def main():
+    of_a_frame = Freed()
+    file.write("all of it")
+    threading.Thread(target=work).start()
+    if sys.argv[1] == "exits":
+        sys.exit()
+    globals()["of_a_frame"] = of_a_frame
+
+atexit.register(sys.stdout.write, "handler ")
+of_the_module = Freed()
+file = open(sys.argv[1], "w")
+main()
+"""
 MODEL = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -57,7 +82,9 @@ def script(tmp_path: Path) -> Path:
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("QCOLLECT_", "TENSOR_", "CUSTOM_"))}
     environment = kept | {"OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
 
 
 def test_script_without_collect_is_captured_by_the_launcher_and_ends_at_the_target(script, tmp_path):
@@ -81,6 +108,22 @@ def test_script_without_collect_is_captured_under_plain_torchrun_and_goes_on(scr
     assert len(captures) == 50 and {c.metadata["quant_type"] for c in captures} == {"mxfp8"}
     assert {c.metadata["iteration"] for c in captures} == {0}
     assert result.stdout.count("iteration 3 ['a b', '']") == 2
+
+
+def test_script_ends_with_what_it_left_open_written_out_and_nothing_freed(tmp_path):
+    """A model in DistributedDataParallel that is freed can wait for ever for gloo's threads."""
+    script = tmp_path / "mine.py"
+    script.write_text(LEAVES_THINGS_BEHIND)
+    for argument in ("returns", "exits"):
+        result = run([sys.executable, "-m", "qcollect.worker.auto", str(script), argument], tmp_path)
+        assert (result.returncode, result.stdout.split()) == (0, ["thread", "handler"]), result
+        assert (tmp_path / argument).read_text() == "all of it"
+
+
+def test_script_that_exits_with_a_code_ends_with_it(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import sys; sys.exit(3)")
+    assert run([sys.executable, "-m", "qcollect.worker.auto", str(script)], tmp_path).returncode == 3
 
 
 @pytest.mark.parametrize(

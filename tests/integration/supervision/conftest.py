@@ -1,5 +1,4 @@
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from qcollect.host.processes import find_run, kill_all
 from qcollect.plan.record import Plan
 from qcollect.store.files import write_json_atomic
 
-TIMEOUT_S = 180
+TIMEOUT_S = 180  # a supervisor that waits for ever fails its test
 
 
 def pytest_collection_modifyitems(items):
@@ -21,21 +20,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if str(item.path).startswith(here):
             item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
             item.add_marker(pytest.mark.skipif(sys.platform != "linux", reason="supervision needs Linux"))
-
-
-@pytest.fixture(autouse=True)
-def bounded():
-    """A supervisor that waits for ever fails its test."""
-
-    def give_up(signum, frame):
-        raise TimeoutError(f"the test did not end within {TIMEOUT_S} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(TIMEOUT_S)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def zombies() -> list[psutil.Process]:
 def assert_nothing_left(plan: Plan) -> None:
     assert find_by_token(plan.run_token) == []
     assert guards(plan) == []
-    assert zombies() == []
+    until(lambda: zombies() == [], "every process is waited for")
 
 
 def interrupt_self(snapshot: RunSnapshot | None = None) -> None:

@@ -108,8 +108,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Run a script with capture on; ``arguments`` are the script and its own."""
     if not arguments:
         sys.exit("usage: torchrun ... -m qcollect.worker.auto SCRIPT [ARGS]")
+    script = Path(arguments[0]).absolute()
+    if not script.exists():
+        sys.exit(f"error: there is no training script {script}")
     enable()
-    run_script(str(Path(arguments[0]).absolute()), arguments[1:])
+    run_script(str(script), arguments[1:])
     finish()
 
 

@@ -126,6 +126,11 @@ def test_script_that_exits_with_a_code_ends_with_it(tmp_path):
     assert run([sys.executable, "-m", "qcollect.worker.auto", str(script)], tmp_path).returncode == 3
 
 
+def test_script_that_is_not_there_is_named(tmp_path):
+    result = run([sys.executable, "-m", "qcollect.worker.auto", "mine.py"], tmp_path)
+    assert (result.returncode, result.stderr) == (1, f"error: there is no training script {tmp_path / 'mine.py'}\n")
+
+
 @pytest.mark.parametrize(
     ("variables", "watches"),
     [({"QCOLLECT_AUTO": "1", "RANK": "0"}, True), ({"QCOLLECT_AUTO": "1"}, False), ({"RANK": "0"}, False)],

@@ -20,6 +20,8 @@ from typing import NoReturn
 
 from qcollect.errors import ExitCode
 
+_OPENED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # what ``open`` gives for writing
+
 _left_behind: list[object] = []
 
 
@@ -61,6 +63,6 @@ def finish() -> NoReturn:
 def _flush_files() -> None:
     """Write out what the script has left open."""
     for found in gc.get_objects():
-        if issubclass(type(found), io.IOBase):
+        if issubclass(type(found), _OPENED):
             with suppress(Exception):  # closed, or its disk is full
                 found.flush()

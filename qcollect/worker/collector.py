@@ -24,12 +24,14 @@ from qcollect.store.summary_compiled import prepare as prepare_summary
 from qcollect.vocab import RankInfo
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.frame import Frame, Moment, Wanted, want_key
+from qcollect.worker.garbage import Frozen
 from qcollect.worker.measured_sites import Shadows
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
 from qcollect.worker.saver import Saver
+from qcollect.worker.sharding import local_of
 from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sink import Observer, Sink
 from qcollect.worker.sites import Taps, install, unwrap
@@ -39,6 +41,8 @@ from qcollect.worker.state import STATE
 from qcollect.worker.statistics import StatisticsSink
 from qcollect.worker.tensors import TensorSink
 from qcollect.worker.vote import Ballot, Vote
+
+_PREPARED_ROWS = 256  # of a matrix that stands for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,7 @@ class Collector:
         self._frames: list[Frame] = []
         self._moment: Moment = (self.iteration, self.micro_batch)
         self._taps = Taps()
+        self._frozen = Frozen()
         self._hooks: list[Any] = []
         self._step_started = time.monotonic()
         self._vote = Vote(vote_group, self.paths, is_first=self.seat == 0, max_bytes=settings.max_bytes)
@@ -138,12 +143,7 @@ class Collector:
     def __enter__(self) -> Self:
         refuse_compiled(self.model)
         self.start.__enter__()
-        parameter = next(self.model.parameters(), None)
-        if parameter is not None and parameter.device.type == "cpu":
-            self.settings.policy.prepare(parameter.dtype)
-            prepare_summary()
-        if not self.is_complete and self.settings.enabled:
-            self.sink.open(torch.device("cpu") if parameter is None else parameter.device)
+        self._prepare()
         self._taps = install(self.model, self.settings.policy, lambda: self.frame, lambda: self._moment)
         begin = torch.compiler.disable(self._begin_micro_batch)  # type: ignore[no-untyped-call]
         watch = torch.compiler.disable(self._watch_backward)  # type: ignore[no-untyped-call]
@@ -153,11 +153,13 @@ class Collector:
         ]
         self._report_deduped()
         self.progress.update(state="training", captured=self.num_captured, trigger=self.start.report(), force=True)
+        self._frozen.freeze()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._frozen.thaw()
         self.start.__exit__(kind, error, trace)
         self._remove_hooks()
         self._taps.remove()
@@ -168,6 +170,20 @@ class Collector:
                 self._announce_end()
             self.progress.update(state="done" if self._is_stopped else "left", force=True)
             self._report_shortfall()
+
+    def _prepare(self) -> None:
+        """Compile what is known to be needed, and open the sink; its memory and processes take a while to be there."""
+        policy, parameters = self.settings.policy, list(self.model.parameters())
+        device = parameters[0].device if parameters else torch.device("cpu")
+        if parameters and device.type == "cpu":
+            policy.prepare(parameters[0].dtype)
+            prepare_summary()
+        if self.is_complete or not self.settings.enabled:
+            return
+        self.sink.open(device, dict.fromkeys(parameter.dtype for parameter in parameters))
+        matrix = next((parameter for parameter in parameters if parameter.dim() == 2), None)
+        if device.type == "cuda" and matrix is not None and self.sink.describes_consumers:
+            policy.prepare_counts(local_of(matrix)[:_PREPARED_ROWS])
 
     def _remove_hooks(self) -> None:
         self.frame = None

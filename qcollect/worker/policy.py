@@ -37,6 +37,7 @@ ATTENTION_AXES: dict[tuple[str, Gemm], int] = {
     ("value", Gemm.FPROP): -2,
 }
 AXES = {LayerType.LINEAR: LINEAR_AXES, LayerType.ATTENTION: ATTENTION_AXES}
+_HEAD_DIM = 64  # a common one
 GRADIENTS = frozenset({"grad_output"})
 
 Quantizers = Mapping[tuple[str, Gemm], Quantizer]
@@ -92,6 +93,17 @@ class QuantPolicy:
         is_ready, reason = prepare([*self.linear.values(), *self.attention.values()], dtype)
         if not is_ready:
             warnings.warn(f"qcollect: quant.compile: {reason}; plain torch does it, more slowly", stacklevel=2)
+
+    def prepare_counts(self, weight: torch.Tensor) -> None:
+        """Have the kernels compiled that count what is clamped of operands, which only captures ask for.
+
+        Args:
+            weight: of as many columns as a linear's.
+        """
+        narrow = weight.reshape(-1, _HEAD_DIM) if weight.numel() % _HEAD_DIM == 0 else weight
+        for quantizers, matrix in ((self.linear, weight), (self.attention, narrow)):
+            for quantizer in dict.fromkeys(quantizers.values()):
+                quantizer.num_saturated(matrix, seed=0)
 
     @property
     def is_stochastic(self) -> bool:

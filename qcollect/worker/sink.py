@@ -1,7 +1,7 @@
 """What becomes of captures, as the collector and the taps see it: tensors in files, or statistics in lines."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,11 +29,11 @@ class Sink(Taker, Protocol):
     @property
     def is_open(self) -> bool: ...
 
-    def open(self, device: torch.device) -> None:
+    def open(self, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
         """Take memory and start threads.
 
         Args:
-            device: where the model is.
+            device, dtypes: of the model's parameters.
         """
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:

@@ -8,7 +8,7 @@ is one copy, and whoever writes it computes the statistics.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
@@ -30,6 +30,7 @@ MAX_BUFFERS = 4
 _MAX_VALUES = 512  # of a buffer
 _FACTS_BYTES = 4 << 20  # of numbers and summaries that wait
 _ALIGNMENT = 64
+_PREPARED_SHAPE = (128, 256)  # enough for several of a kernel's programs
 _FROM_DEVICE = ("scale", "amax", "num_saturated")  # of what is said of a consumer
 _SUMMARY_WIDTH = len(FIELDS) + len(FIELDS) % 2  # kernels want starts at multiples of 16 bytes
 
@@ -137,6 +138,17 @@ class Stager:
     def waited_s(self) -> float:
         """How long it has waited for memory."""
         return self.arena.waited_s + (0.0 if self._facts is None else self._facts.waited_s)
+
+    def prepare(self, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+        """Bring a few values the way of those to come: what the first would wait for is compiled, and there, then."""
+        zeros = [torch.zeros(_PREPARED_SHAPE, dtype=dtype, device=device) for dtype in dtypes]
+        # as activations lie, and as an attention kernel's
+        values = [value for zero in zeros for value in (zero, zero.clone().t()) if self._travels(value)]
+        for value in values:
+            _release(self.stage(value).parcel)
+        if values:
+            self.forget()
+            torch.cuda.synchronize(device)
 
     def stage(self, tensor: Tensor) -> Staged:
         """The value of ``tensor`` now, for one capture.

@@ -11,7 +11,7 @@ device by a process of its own (``write_lines``). Nothing on the training thread
 """
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class StatisticsSink:
     def is_open(self) -> bool:
         return self._writer is not None
 
-    def open(self, device: torch.device) -> None:
+    def open(self, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
         if device.type in _WITHOUT_FLOAT64:
             device = torch.device("cpu")
         if device.type == "cuda":

@@ -1,7 +1,7 @@
 """Captures as tensors in files: each is offered to the engine, which stages it and has it written."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class TensorSink:
     def is_open(self) -> bool:
         return self._engine is not None
 
-    def open(self, device: torch.device) -> None:
+    def open(self, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
         self._engine = CaptureEngine(
             self.saver,
             self.settings,
@@ -63,6 +63,7 @@ class TensorSink:
             num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             on_shipped=self.on_written,
         )
+        self._engine.stager.prepare(device, dtypes)
         self.counts = self._engine.counts
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:

@@ -153,6 +153,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 import qcollect
+from qcollect.worker.script import finish
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -181,7 +182,7 @@ with qcollect.collect(model, "none", sys.argv[1], 10, tensor_names=["output"], i
             break
 report = {"iterations": run.iteration, "captured": run.num_captured, "per_step": per_step}
 open(f"{sys.argv[1]}/report{rank}.json", "w").write(json.dumps(report))
-dist.destroy_process_group()
+finish()
 """
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from qcollect.errors import FormatError
 from qcollect.formats.quantizer import Quantizer
 from qcollect.formats.scope import amax_scope
+from qcollect.worker.script import finish
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -49,7 +50,7 @@ except FormatError as error:
     report["partial"] = str(error)
 if rank == 0:
     json.dump(report, open(sys.argv[2], "w"))
-dist.destroy_process_group()
+finish()
 """
 
 

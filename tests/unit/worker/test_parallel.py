@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import qcollect
 from qcollect.formats.quantizer import Quantizer
 from qcollect.tensor_saver import save_tensor
+from qcollect.worker.script import finish
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -113,7 +114,7 @@ parts = distribute_tensor(matrix, mesh, [Shard(0)])
 report["rotated"] = torch.equal(quantizer.amax_of(parts), quantizer.amax_of(matrix))
 save_tensor(parts, "linear", "forward", tensor_name="weight", quant_type="none")
 print(json.dumps(report))
-dist.destroy_process_group()
+finish()
 """
 
 

@@ -60,6 +60,7 @@ def make_engine(tmp_path, monkeypatch):
         "current_stream": lambda device=None: Stream(),
         "stream": lambda stream: nullcontext(),
         "device": lambda device: nullcontext(),
+        "synchronize": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -124,6 +125,19 @@ def test_values_of_many_parcels_arrive_with_their_statistics(make_engine):
     for i, (name, tensor) in enumerate(tensors.items()):
         engine.submit(tensor, observation(name), i + 1)
     check(saved(engine), tensors)
+
+
+def test_values_that_prepare_the_way_leave_nothing_behind(make_engine):
+    engine = make_engine()
+    stager = engine.stager
+    stager.prepare(torch.device("cpu"), (torch.bfloat16, torch.float32))
+    assert stager._lanes and not stager._seen
+    assert stager.arena._free == [(0, stager.arena.num_bytes)]
+    tensors = {"zeros": torch.zeros(128, 256), "other": torch.randn(128, 256)}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        engine.submit(tensor, observation(name), i + 1)
+    check(saved(engine), tensors)
+    assert stager.num_shared == 0
 
 
 def test_memory_for_two_parcels_is_enough_for_many(make_engine):

@@ -22,6 +22,7 @@ from torch import nn
 import qcollect
 from qcollect.errors import QcollectError
 from qcollect.tensor_saver import save_linear_tensors
+from qcollect.worker.script import finish
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -83,7 +84,7 @@ with qcollect.collect(model, "none", folder / "stopped", 24, iterations="0-9") a
             break
 report["stopped"] = run.iteration
 print(json.dumps(report))
-dist.destroy_process_group()
+finish()
 """
 
 

@@ -57,8 +57,8 @@ def device(monkeypatch):
     monkeypatch.setattr("qcollect.worker.measured_sites.has_kernel", lambda tensor: True)
     opened = StatisticsSink.open
 
-    def open_on_device(self, device):
-        opened(self, device)
+    def open_on_device(self, device, dtypes):
+        opened(self, device, dtypes)
         self._stream = Stream()
         self._writer._process = LineProcess(self._manifest, goes_on=False)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import qcollect
+from qcollect.worker.script import finish
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -50,7 +51,7 @@ train("both", lambda i: {"loss": 1.0 + (i == 4) * (1 + rank) * 5}, on=["loss_spi
 train("signal", signalled, on="signal")
 train("nothing", lambda i: {"loss": 1.0}, on=["loss_spike", "nan", "grad_norm_jump", "signal"])
 print(json.dumps(report))
-dist.destroy_process_group()
+finish()
 """
 
 

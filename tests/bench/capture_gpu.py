@@ -11,8 +11,9 @@ Parts:
                the training waits, until ``step`` has returned and until the device is done too, each less a
                quantized iteration that captures nothing (``quiet``); ``closed``, from the iteration's begin until
                every file is closed; the most device memory, resident set and pinned memory, more than with
-               quantization alone; ``first_held``, of the process's first captured iteration, which is in no median. Beside it the floors: as many files of the same sizes written by 8 threads from
-               buffers of their own, and the rate of copies to pinned memory
+               quantization alone; ``first_held``, of the process's first captured iteration, which is in no median.
+               Beside it the floors: as many files of the same sizes written by 8 threads from buffers of their own,
+               and the rate of copies to pinned memory
     idle       iterations of ``collect`` that want nothing, against a copy of the model that has the same quantizing
                taps and nothing else of ``collect``: interleaved pairs, the models change places half way; the median
                ratio and its bootstrap interval (95 %)

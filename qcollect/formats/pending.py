@@ -22,9 +22,12 @@ class PendingShares:
 
     def __init__(self, finish: Finish, device: torch.device, num_numbers: int) -> None:
         self._finish = finish
-        self._memory = torch.empty(num_numbers, dtype=torch.float64, device=device)
         self._rows: list[tuple[int, ...]] = []
         self._end = 0
+        self._set_memory(torch.empty(num_numbers, dtype=torch.float64, device=device))
+
+    def _set_memory(self, memory: Tensor) -> None:
+        self._memory, self._size, self._address = memory, memory.numel(), memory.data_ptr()
         self._views: dict[tuple[int, int], Tensor] = {}  # the same ones in every iteration
 
     def take(self, num_numbers: int, out: Tensor, *facts: int) -> Tensor:
@@ -37,15 +40,26 @@ class PendingShares:
                 kept until then.
             facts: what the row says, after where shares and result are.
         """
+        return self.view(self.take_address(num_numbers, out, *facts), num_numbers)
+
+    def take_address(self, num_numbers: int, out: Tensor, *facts: int) -> int:
+        """``take`` without making a tensor: where its memory is."""
         size = num_numbers + num_numbers % 2
-        self.make_room(size)
-        start, self._end = self._end, self._end + size
+        if self._end + size > self._size:
+            self.make_room(size)
+        start, address = self._end, self._address
+        self._end = start + size
+        self._rows.append((start, (out.data_ptr() - address) // 8, *facts))
+        return address + 8 * start
+
+    def view(self, address: int, num_numbers: int) -> Tensor:
+        """What ``take_address`` gave last or before, as a tensor; nothing was finished since."""
+        start = (address - self._address) // 8
         view = self._views.get((start, num_numbers))
         if view is None:
             if len(self._views) >= _NUM_VIEWS:
                 self._views.clear()
             view = self._views[start, num_numbers] = self._memory[start : start + num_numbers]
-        self._rows.append((start, (out.data_ptr() - self._memory.data_ptr()) // 8, *facts))
         return view
 
     def make_room(self, num_numbers: int) -> None:
@@ -54,11 +68,11 @@ class PendingShares:
         Args:
             num_numbers: of all pieces, each with its number rounded up to an even one.
         """
-        if self._end + num_numbers <= self._memory.numel():
+        if self._end + num_numbers <= self._size:
             return
         self.finish()
-        if num_numbers > self._memory.numel():
-            self._memory, self._views = self._memory.new_empty(num_numbers), {}
+        if num_numbers > self._size:
+            self._set_memory(self._memory.new_empty(num_numbers))
 
     def finish(self) -> None:
         """Have the results put where they are to be."""

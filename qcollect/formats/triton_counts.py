@@ -105,7 +105,10 @@ def run_both_and_count(
     last, first = (
         plan(x, choices, "stats", has_encode=encode is not None) for choices, encode in zip(pair, encodes, strict=True)
     )
-    shares = _take_both((_needs_of(last, pair[0]), _needs_of(first, pair[1])), totals)
+    pending = totals[0].pending
+    assert pending is not None and pending is totals[1].pending
+    needs = _needs_of(last, pair[0]), _needs_of(first, pair[1])
+    shares = _views(pending, needs, _take_both(needs, (totals[0].numbers, totals[1].numbers), pending))
     used = [x if encode is None else encode for encode in encodes]
     _join(last, first).start((x, *outs, *used, *shares), (*seed_numbers(pair[0]), *seed_numbers(pair[1])))
 
@@ -151,6 +154,7 @@ class PreparedCount:
             self._find_encode = plan_amax(x, tensor_scale, choices.scale_rule, sees_nonfinite=sees_nonfinite)
         self._seed = seed_numbers(choices)
         self._needs = _needs_of(self._launch, choices)
+        self._index = x.device.index
 
     def __call__(self, x: Tensor, out: Tensor, totals: Tensor, pending: PendingShares) -> None:
         """Counts.
@@ -165,8 +169,11 @@ class PreparedCount:
             zeros, encode = scratch_of(x.device)
             self._find_encode.start((x, encode, zeros))
         num_numbers, num_programs, has_blocks = self._needs
-        shares = pending.take(num_numbers, totals, num_programs, has_blocks)
-        self._launch.start((x, out, encode, shares, shares), self._seed)
+        shares = pending.take_address(num_numbers, totals, num_programs, has_blocks)
+        addresses = (x.data_ptr(), out.data_ptr(), encode.data_ptr(), shares, shares)
+        if not self._launch.start_known(self._index, addresses, self._seed):
+            memory = pending.view(shares, num_numbers)
+            self._launch.start((x, out, encode, memory, memory), self._seed)
 
 
 class PreparedPair:
@@ -184,11 +191,19 @@ class PreparedPair:
         self._needs = _needs_of(launches[0], last), _needs_of(launches[1], first)
         self._launch = _join(*launches)
         self._seeds = (*seed_numbers(last), *seed_numbers(first))
+        self._index = x.device.index
 
-    def __call__(self, x: Tensor, outs: tuple[Tensor, Tensor], totals: tuple[Totals, Totals]) -> None:
-        """As there; ``x`` contiguous, and given for ``outs`` where no values are written."""
-        last, first = _take_both(self._needs, totals)
-        self._launch.start((x, *outs, x, x, last, first), self._seeds)
+    def __call__(
+        self, x: Tensor, outs: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], pending: PendingShares
+    ) -> None:
+        """Counts; arguments as in ``PreparedCount``, for each of the two."""
+        last, first = _take_both(self._needs, totals, pending)
+        along_last, along_first = outs
+        address = x.data_ptr()
+        addresses = (address, along_last.data_ptr(), along_first.data_ptr(), address, address, last, first)
+        if not self._launch.start_known(self._index, addresses, self._seeds):
+            shares = _views(pending, self._needs, (last, first))
+            self._launch.start((x, along_last, along_first, x, x, *shares), self._seeds)
 
 
 def pending_stats(device: torch.device) -> PendingShares:
@@ -225,16 +240,18 @@ def _needs_of(launch: Launch, choices: Choices) -> _Needs:
     return _Needs(_SHARE_SIZE * launch.num_programs, launch.num_programs, choices.block_size is not None)
 
 
-def _take_both(needs: tuple[_Needs, _Needs], totals: tuple[Totals, Totals]) -> tuple[Tensor, Tensor]:
-    """Memory for the shares of two that one launch makes: none of it is finished before."""
-    pending = totals[0].pending
-    assert pending is not None and pending is totals[1].pending
+def _take_both(needs: tuple[_Needs, _Needs], totals: tuple[Tensor, Tensor], pending: PendingShares) -> tuple[int, int]:
+    """Where the shares of two go that one launch makes: none of it is finished before."""
     last, first = needs
     pending.make_room(last.num_numbers + first.num_numbers + 2)  # each is rounded up to an even number
     return (
-        pending.take(last.num_numbers, totals[0].numbers, last.num_programs, last.has_blocks),
-        pending.take(first.num_numbers, totals[1].numbers, first.num_programs, first.has_blocks),
+        pending.take_address(last.num_numbers, totals[0], last.num_programs, last.has_blocks),
+        pending.take_address(first.num_numbers, totals[1], first.num_programs, first.has_blocks),
     )
+
+
+def _views(pending: PendingShares, needs: tuple[_Needs, _Needs], addresses: tuple[int, int]) -> list[Tensor]:
+    return [pending.view(address, each.num_numbers) for address, each in zip(addresses, needs, strict=True)]
 
 
 def _join(last: Launch, first: Launch) -> Launch:

@@ -11,7 +11,7 @@ device by a process of its own (``write_lines``). Nothing on the training thread
 """
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ from qcollect.worker.saver import Saver, plain_value
 from qcollect.worker.sharding import local_of
 from qcollect.worker.sink import Observer
 from qcollect.worker.state import STATE
-from qcollect.worker.tables import AT_ONCE, Batch, Pending, Table
+from qcollect.worker.tables import AT_ONCE, SUMMARY, Batch, KnownRows, Pending, Table
 
 _WITHOUT_FLOAT64 = ("mps",)
 
@@ -173,8 +173,8 @@ class StatisticsSink:
         site = self._sites.of_tensor(claim, tensor, local)
         has_kernel = site.has_kernel and local.is_contiguous() and not local.is_neg()
         value = local if has_kernel else plain_value(local)
-        identity = identity_of(value) if claim.planned.tensor_name in SHARED else None
-        row, is_new = (batch.row(), True) if identity is None else batch.find(identity, value)
+        known = _known_rows(batch, value) if claim.planned.tensor_name in SHARED else None
+        row, is_new = (batch.row(), True) if known is None else batch.find(known, SUMMARY)
         if is_new:
             out = batch.table.summaries[row]
             # in the order of a file's bytes, whatever the strides: the same numbers added up in the same order
@@ -196,13 +196,13 @@ class StatisticsSink:
         pending = self._pending_of(batch).totals
         if pending is None:
             return None
-        identity = identity_of(operand) if claim.planned.tensor_name in SHARED else None
+        known = _known_rows(batch, operand) if claim.planned.tensor_name in SHARED else None
         # what was measured for another module is measured again, since it has to be quantized again: the same numbers
-        row, _ = _place(batch, site.quantizer, identity, operand)
+        row, _ = _place(batch, site.quantizer, known)
         dense = operand if operand.is_contiguous() else operand.detach().contiguous()
         values = torch.empty(operand.shape, dtype=operand.dtype, device=operand.device)
         site.own(dense, values, batch.table.totals[row].numbers, pending)
-        self._record_known(batch, site, dense, row, pending, identity)
+        self._record_known(batch, site, dense, row, pending, known)
         self._ship_if_over(frame, batch)
         return Operand(values=values)
 
@@ -222,9 +222,10 @@ class StatisticsSink:
             return None
         rows = batch.row(), batch.row()
         outs = torch.empty_like(matrix), torch.empty_like(matrix)
-        pair(matrix, outs, _totals_of(batch, rows, pending))
+        pair(matrix, outs, _numbers_of(batch, *rows), pending)
+        known = _known_rows(batch, matrix) if sites[0].shadows else None
         for site, row in zip((sites[0], sites[1]), rows, strict=True):
-            self._record_known(batch, site, matrix, row, pending, None)
+            self._record_known(batch, site, matrix, row, pending, known)
         self._ship_if_over(frame, batch)
         return Operand(values=outs[0]), Operand(values=outs[1])
 
@@ -235,15 +236,15 @@ class StatisticsSink:
         operand: torch.Tensor,
         row: int,
         pending: PendingShares,
-        identity: Hashable | None,
+        known: KnownRows | None,
     ) -> None:
         """Measure an operand under the further types, too; ``row`` has its own."""
         rows = [row]
-        for shadow, row, known_by in _place_further(batch, site, operand, rows, identity):
-            if shadow.with_other is not None and known_by is not None:
+        for shadow, row, shared in _place_further(batch, site, operand, rows, known):
+            if shadow.with_other is not None and shared is not None:
                 # along the axis of its gemm, and along that of the gemm that reads it later
-                other_row, _ = batch.find((known_by, id(shadow.other)), operand)
-                shadow.with_other(operand, (operand, operand), _totals_of(batch, (row, other_row), pending))
+                other_row, _ = batch.find(shared, id(shadow.other))
+                shadow.with_other(operand, (operand, operand), _numbers_of(batch, row, other_row), pending)
             elif shadow.prepared is not None:
                 shadow.prepared(operand, operand, batch.table.totals[row].numbers, pending)
             else:
@@ -273,15 +274,15 @@ class StatisticsSink:
 
     def _consume(self, batch: Batch, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         x = use.binding.x
-        identity = identity_of(x) if claim.planned.tensor_name in SHARED else None
+        known = _known_rows(batch, x) if claim.planned.tensor_name in SHARED else None
         rows = []
         if use.quantizer.is_identity:
             consumed = quantize(use)
         else:
-            row, is_new = _place(batch, use.quantizer, identity, x)
+            row, is_new = _place(batch, use.quantizer, known)
             rows.append(row)
             consumed = self._measured(batch, row, x.device, partial(quantize, use)) if is_new else quantize(use)
-        self._record_use(batch, self._sites.of_operand(claim, use), use, rows, identity)
+        self._record_use(batch, self._sites.of_operand(claim, use), use, rows, known)
         return consumed
 
     def _consume_at_once(
@@ -307,12 +308,10 @@ class StatisticsSink:
                 self._pairs[key] = pair
         return found
 
-    def _record_use(
-        self, batch: Batch, site: OperandSite, use: Use, rows: list[int], identity: Hashable | None
-    ) -> None:
+    def _record_use(self, batch: Batch, site: OperandSite, use: Use, rows: list[int], known: KnownRows | None) -> None:
         """Measure an operand under the further types, too; ``rows`` has its own."""
         x = use.binding.x
-        for shadow, row, _ in _place_further(batch, site, x, rows, identity):
+        for shadow, row, _ in _place_further(batch, site, x, rows, known):
             self._measured(batch, row, x.device, use.under(shadow.quantizer).measure)
         amax_place = None
         if use.amax is not None:
@@ -392,26 +391,36 @@ class StatisticsSink:
             batch.arrived.record(stream)
 
 
-def _place(batch: Batch, quantizer: Quantizer, identity: Hashable | None, x: torch.Tensor) -> tuple[int, bool]:
+def _known_rows(batch: Batch, x: torch.Tensor) -> KnownRows | None:
+    """What was measured in the same memory; None where nothing tells."""
+    identity = identity_of(x)
+    return None if identity is None else batch.known_rows(identity, x)
+
+
+def _place(batch: Batch, quantizer: Quantizer, known: KnownRows | None) -> tuple[int, bool]:
     """The row of an operand's errors under a type, and whether they are still to be measured."""
-    if identity is None or quantizer.draws:  # what is drawn depends on the module
+    if known is None or quantizer.draws:  # what is drawn depends on the module
         return batch.row(), True
-    return batch.find((identity, id(quantizer)), x)
+    return batch.find(known, id(quantizer))
 
 
 def _place_further(
-    batch: Batch, site: OperandSite, x: torch.Tensor, rows: list[int], identity: Hashable | None
-) -> Iterator[tuple[Shadow, int, Hashable | None]]:
+    batch: Batch, site: OperandSite, x: torch.Tensor, rows: list[int], known: KnownRows | None
+) -> Iterator[tuple[Shadow, int, KnownRows | None]]:
     """Adds the rows of an operand's errors under the further types to ``rows``; gives those that are to be measured
-    still, with what the operand is known by.
+    still, with what is known of the operand's memory.
     """
     for shadow in site.shadows:
-        if shadow.is_shared and identity is None:
-            identity = identity_of(x)
-        row, is_new = _place(batch, shadow.quantizer, identity if shadow.is_shared else None, x)
+        if shadow.is_shared and known is None:
+            known = _known_rows(batch, x)
+        row, is_new = _place(batch, shadow.quantizer, known if shadow.is_shared else None)
         rows.append(row)
         if is_new:
-            yield shadow, row, identity
+            yield shadow, row, known
+
+
+def _numbers_of(batch: Batch, first: int, second: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch.table.totals[first].numbers, batch.table.totals[second].numbers
 
 
 def _totals_of(batch: Batch, rows: tuple[int, int], pending: PendingShares) -> tuple[Totals, Totals]:

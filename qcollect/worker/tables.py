@@ -11,8 +11,12 @@ from qcollect.formats.error_stats import NUM_TOTALS, Totals
 from qcollect.formats.pending import PendingShares
 from qcollect.store.summary import FIELDS
 from qcollect.vocab import CaptureKey
+from qcollect.worker.content import Identity
 from qcollect.worker.frame import WantKey
 from qcollect.worker.lines import ROW_SIZE, LineTemplate
+
+KnownRows = dict[Hashable, int]  # by what was measured: the summary, or the errors under a quantizer, by its id
+SUMMARY = "summary"
 
 
 class Table:
@@ -56,7 +60,8 @@ class Batch:
         tokens: its first input, in host memory when ``arrived`` has come.
         expected: of a resumed run, what is listed already and must come out the same.
         records: template, rows, place in ``amaxes``, seed.
-        known: rows by what they are the measurement of, with what keeps the id of its storage from being another's.
+        known: rows by the identity of memory and by what was measured in it, with what keeps the id of its storage from
+            being another's.
         streams: on which something was measured, and what waits there.
     """
 
@@ -68,7 +73,7 @@ class Batch:
     num_rows: int = 0
     records: list[tuple[LineTemplate, tuple[int, ...], int | None, int | None]] = field(default_factory=list)
     amaxes: list[torch.Tensor] = field(default_factory=list)
-    known: dict[Hashable, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    known: dict[Identity, tuple[StorageWeakRef, KnownRows]] = field(default_factory=dict)
     streams: dict[int, Pending] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
 
@@ -76,15 +81,22 @@ class Batch:
         self.num_rows += 1
         return self.num_rows - 1
 
-    def find(self, what: Hashable, tensor: torch.Tensor) -> tuple[int, bool]:
-        """The row of a measurement, and whether it is still to be made; the same memory is measured once.
+    def known_rows(self, identity: Identity, tensor: torch.Tensor) -> KnownRows:
+        """The rows of what was measured in a tensor's memory, by what it is; for those to come, too.
 
         Args:
-            what: with ``content.identity_of`` the tensor.
+            identity: ``content.identity_of`` the tensor.
         """
-        found = self.known.get(what)
-        if found is not None:
-            return found[1], False
-        row = self.row()
-        self.known[what] = StorageWeakRef(tensor.untyped_storage()), row  # type: ignore[no-untyped-call]
+        found = self.known.get(identity)
+        if found is None:
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            found = self.known[identity] = reference, {}
+        return found[1]
+
+    def find(self, rows: KnownRows, what: Hashable) -> tuple[int, bool]:
+        """The row of a measurement among ``known_rows``, and whether it is still to be made."""
+        row = rows.get(what)
+        if row is not None:
+            return row, False
+        row = rows[what] = self.row()
         return row, True

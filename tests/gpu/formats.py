@@ -428,10 +428,11 @@ def check_stats(device: str, part: int = 0, num_parts: int = 1) -> str:
             waiting.append((f"{what}, of both", found_totals[1 - axis], expected_totals))
             if encode is None:
                 pair = triton_counts.PreparedPair(there, last_choices, first_choices, with_values=False)
-                counted = [torch.empty(NUM_TOTALS, dtype=torch.float64, device=device) for _ in range(2)]
-                pair(there, (there, there), (Totals(counted[0], pending), Totals(counted[1], pending)))
-                kept.append(counted)
-                waiting.append((f"{what}, of both without values", counted[1 - axis], expected_totals))
+                for time_ in ("compiled", "found"):
+                    counted = [torch.empty(NUM_TOTALS, dtype=torch.float64, device=device) for _ in range(2)]
+                    pair(there, (there, there), (counted[0], counted[1]), pending)
+                    kept.append(counted)
+                    waiting.append((f"{what}, of both without values, {time_}", counted[1 - axis], expected_totals))
             for y, other in zip(outs, (last_choices, first_choices), strict=True):
                 assert_values(y, reference(x, other, encode), f"{what}, along {other.axis} of both")
     pending.finish()

@@ -34,15 +34,13 @@ from qcollect.worker.saver import Saver
 from qcollect.worker.sharding import local_of
 from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sink import Observer, Sink
-from qcollect.worker.sites import Taps, install, unwrap
+from qcollect.worker.sites import Taps, install, linear_widths, unwrap
 from qcollect.worker.staging import held_bytes
 from qcollect.worker.start import Start
 from qcollect.worker.state import STATE
 from qcollect.worker.statistics import StatisticsSink
 from qcollect.worker.tensors import TensorSink
 from qcollect.worker.vote import Ballot, Vote
-
-_PREPARED_ROWS = 256  # of a matrix that stands for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +179,8 @@ class Collector:
         if self.is_complete or not self.settings.enabled:
             return
         self.sink.open(device, dict.fromkeys(parameter.dtype for parameter in parameters))
-        matrix = next((parameter for parameter in parameters if parameter.dim() == 2), None)
-        if device.type == "cuda" and matrix is not None and self.sink.describes_consumers:
-            policy.prepare_counts(local_of(matrix)[:_PREPARED_ROWS])
+        if device.type == "cuda" and self.sink.describes_consumers:
+            policy.prepare_counts(local_of(parameters[0].detach()), linear_widths(self.model))
 
     def _remove_hooks(self) -> None:
         self.frame = None

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Identity = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes twice as long to make
 class Content:
     """What the memory of a tensor held when it was seen.
 

@@ -1,7 +1,7 @@
 """Which quantizer each operand of each gemm goes through, from a recipe's ``quant`` section."""
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,7 +37,8 @@ ATTENTION_AXES: dict[tuple[str, Gemm], int] = {
     ("value", Gemm.FPROP): -2,
 }
 AXES = {LayerType.LINEAR: LINEAR_AXES, LayerType.ATTENTION: ATTENTION_AXES}
-_HEAD_DIM = 64  # a common one
+_HEAD_DIM = 64  # one for all: there is one kernel for all common ones
+_NUM_ROWS = 128  # enough for several of a kernel's programs
 GRADIENTS = frozenset({"grad_output"})
 
 Quantizers = Mapping[tuple[str, Gemm], Quantizer]
@@ -94,16 +95,17 @@ class QuantPolicy:
         if not is_ready:
             warnings.warn(f"qcollect: quant.compile: {reason}; plain torch does it, more slowly", stacklevel=2)
 
-    def prepare_counts(self, weight: torch.Tensor) -> None:
+    def prepare_counts(self, like: torch.Tensor, widths: Iterable[int]) -> None:
         """Have the kernels compiled that count what is clamped of operands, which only captures ask for.
 
         Args:
-            weight: of as many columns as a linear's.
+            like: of the dtype of operands, and on their device.
+            widths: of linears, what goes in and what comes out: there is a kernel for some, and another for others.
         """
-        narrow = weight.reshape(-1, _HEAD_DIM) if weight.numel() % _HEAD_DIM == 0 else weight
-        for quantizers, matrix in ((self.linear, weight), (self.attention, narrow)):
-            for quantizer in dict.fromkeys(quantizers.values()):
-                quantizer.num_saturated(matrix, seed=0)
+        for quantizers, columns in ((self.linear, widths), (self.attention, (_HEAD_DIM,))):
+            for width in columns:
+                for quantizer in dict.fromkeys(quantizers.values()):
+                    quantizer.num_saturated(like.new_zeros(_NUM_ROWS, width), seed=0)
 
     @property
     def is_stochastic(self) -> bool:

@@ -85,6 +85,13 @@ def find_modules(model: nn.Module) -> list[FoundModule]:
     return found
 
 
+def linear_widths(model: nn.Module) -> list[int]:
+    """How many features go into the linears of ``model`` and come out of them, each number once; not of its head."""
+    linears = [f.module for f in find_modules(model) if f.layer_type == LayerType.LINEAR and not f.on_request]
+    shapes = [weight.shape for module in linears if isinstance(weight := module.weight, torch.Tensor)]
+    return sorted({size for shape in shapes if len(shape) == 2 for size in shape})  # FSDP flattens them
+
+
 def find_excluded(model: nn.Module, policy: QuantPolicy) -> list[str]:
     """FQNs left in high precision: embeddings, norms, the output head, and what ``quant.exclude`` names."""
     heads = {f.name for f in find_modules(model) if f.on_request}

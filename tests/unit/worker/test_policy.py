@@ -9,10 +9,12 @@ from torch import nn
 from qcollect.formats.binding import Binding
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.quantizer import Quantizer
+from qcollect.recipe.records import QuantSpec
 from qcollect.store.capture import plain
 from qcollect.vocab import Gemm, LayerType
 from qcollect.worker.frame import Frame
-from qcollect.worker.policy import Use
+from qcollect.worker.policy import QuantPolicy, Use
+from qcollect.worker.sites import linear_widths
 
 TYPES = tuple(name for name, entry in QUANT_TYPES.items() if entry.element is not None)
 
@@ -83,6 +85,20 @@ def test_elements_are_counted_once_for_an_original_and_its_copies(
         if gemm is not None and values == "both":
             entries = files["0", name, None]["metadata"]["consumers"]
             assert content["metadata"]["consumers"] == [entry for entry in entries if entry["gemm"] == gemm]
+
+
+def test_what_prepares_counts_is_as_wide_as_the_operands_of_linears(counts, make_llama):
+    model = make_llama(num_hidden_layers=1)
+    config = model.config
+    kv_width = config.num_key_value_heads * config.head_dim
+    widths = linear_widths(model)
+    assert widths == sorted({config.hidden_size, config.intermediate_size, kv_width})
+    policy = QuantPolicy.from_spec(QuantSpec(type="mxfp4", grad_rounding="stochastic"))
+    state = torch.get_rng_state()
+    policy.prepare_counts(torch.zeros(3, dtype=torch.bfloat16), widths)
+    assert torch.equal(torch.get_rng_state(), state)
+    # two axes, two roundings along either
+    assert len(counts) == 4 * len(widths) + 2
 
 
 def test_a_count_is_of_one_content_of_memory(counts):

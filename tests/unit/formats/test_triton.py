@@ -11,6 +11,7 @@ from interpreted import interpret, why_not_interpreted
 from qcollect.formats import triton_counts, triton_launch
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.error_stats import NUM_TOTALS, Totals
+from qcollect.formats.kernel import Launch
 from qcollect.formats.pending import PendingShares
 from qcollect.formats.quantizer import Quantizer
 from qcollect.formats.scales import tensor_amax
@@ -155,6 +156,41 @@ def test_shares_of_two_that_one_launch_makes_are_not_put_together_before_it() ->
         triton_counts.run_both_and_count(x, outs, (last, first), (None, None), totals)
     pending.finish()
     assert torch.equal(rows, torch.stack([*numbers, *numbers, numbers[0]]))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_e4m3"])
+def test_kernels_started_by_addresses_get_what_those_started_by_tensors_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device, where a kernel that was compiled before is started by addresses."""
+    started: list[tuple[str, list[int], tuple[int, ...], int]] = []
+
+    def note(launch: Launch, addresses: list[int], numbers: tuple[int, ...], num_programs: int) -> bool:
+        started.append((launch.name, list(addresses), numbers, num_programs))
+        return True
+
+    x, out, other = torch.randn(64, 64), torch.empty(64, 64), torch.empty(64, 64)
+    last, first = (gpu.make_choices(QUANT_TYPES[name], x, axis) for axis in (1, 0))
+    scale = QUANT_TYPES[name].tensor_scale
+    count = triton_counts.PreparedCount(x, last, with_values=True, tensor_scale=scale)
+    both = triton_counts.PreparedPair(x, last, first, with_values=True)
+    pending = PendingShares(triton_counts._finish_many, x.device, 1000)
+    rows = torch.empty(3, NUM_TOTALS, dtype=torch.float64)
+
+    def run() -> list[tuple[str, list[int], tuple[int, ...], int]]:
+        started.clear()
+        count(x, out, rows[0], pending)
+        both(x, (out, other), (rows[1], rows[2]), pending)
+        found = list(started)
+        pending.finish()
+        return found
+
+    monkeypatch.setattr(
+        Launch, "_compile", lambda self, _, tensors, *rest: note(self, [t.data_ptr() for t in tensors], *rest)
+    )
+    by_tensors = run()
+    monkeypatch.setattr(Launch, "_start", lambda self, _, index, *rest: note(self, *rest))
+    assert run() == by_tensors and len(by_tensors) == 2 + (scale is not None)
 
 
 def test_abs_max_with_and_without_what_is_not_finite() -> None:

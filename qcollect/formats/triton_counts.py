@@ -308,6 +308,6 @@ def _zeroed(shape: tuple[int, ...], device: torch.device) -> Tensor:
     if not ready:
         size = math.prod(shape)
         num, padded = max(_NUM_ZEROS // size, _MIN_ZEROS), size + size % 2
-        zeros = torch.zeros(num * padded, dtype=torch.int64, device=device).view(num, padded)
-        ready += [row[:size].view(shape) for row in zeros.unbind()]
+        zeros = torch.zeros(num, padded, dtype=torch.int64, device=device)
+        ready += zeros[:, :size].view(num, *shape).unbind()
     return ready.pop()

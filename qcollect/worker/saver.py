@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,10 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Source":
-        return cls(device=str(tensor.device), requires_grad=tensor.requires_grad, is_leaf=tensor.is_leaf)
+        return cls(_device_text(tensor.device), tensor.requires_grad, tensor.is_leaf)
+
+
+_device_text = cache(str)
 
 
 class Saver:

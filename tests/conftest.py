@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # what is remembered of models is the tests' own
     os.environ["QCOLLECT_CACHE_DIR"] = tempfile.mkdtemp(prefix="qcollect-cache-")
+
+
+def pytest_collection_finish() -> None:
+    # all modules are there: a collector that finds them frozen does not go through them again
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

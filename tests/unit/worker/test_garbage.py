@@ -20,8 +20,8 @@ class Node:
 def nothing_is_frozen():
     gc.unfreeze()
     yield
-    gc.unfreeze()
     gc.enable()
+    gc.freeze()  # as it was
 
 
 def collect(out_dir):

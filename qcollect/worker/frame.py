@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import Gemm, LayerType
-from qcollect.worker.content import Content
+from qcollect.worker.content import identity_of
 from qcollect.worker.gemm import Operand
 from qcollect.worker.policy import Quantizers, Use
 from qcollect.worker.sharding import is_sharded
@@ -75,7 +76,7 @@ class Frame:
     """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted.
 
     ``num_calls`` counts the calls of each module, those without grad and those with grad apart; ``counts`` holds what
-    was counted over operands.
+    was counted over operands, with what keeps the ids of their storages from being others'.
     """
 
     iteration: int
@@ -86,7 +87,7 @@ class Frame:
     taker: Taker
     token_hash: str | None = None
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    counts: dict[tuple[Hashable, ...], tuple[Content, torch.Tensor]] = field(default_factory=dict)
+    counts: dict[tuple[Hashable, ...], tuple[StorageWeakRef, torch.Tensor]] = field(default_factory=dict)
 
     def of_call(self, module: str) -> "Frame | None":
         """This frame for the first call of a module, None for a later one: a group is of one call, there and back.
@@ -105,16 +106,18 @@ class Frame:
         found = self.wanted.pop((module, tensor_name, gemm), None)
         return None if found is None else Claim(self, *found, token_layout)
 
-    def describe(self, module: str, use: Use) -> dict[str, Any]:
-        """``Use.describe``; the elements clamped are counted once for an original and its quantized copies."""
-        key, operand = (module, *use.count_key), use.binding.x
+    def describe(self, use: Use) -> dict[str, Any]:
+        """``Use.describe``; the elements clamped are counted once for an original, its copies and all that read it."""
+        operand = use.binding.x
+        identity = identity_of(operand)
+        if identity is None:
+            return use.describe(use.num_saturated())
+        key = (identity, *use.count_key)
         known = self.counts.get(key)
-        if known is not None and known[0].is_of(operand):
-            return use.describe(known[1])
-        content, count = Content.of(operand), use.num_saturated()
-        if content is not None:
-            self.counts[key] = content, count
-        return use.describe(count)
+        if known is None:
+            storage = StorageWeakRef(operand.untyped_storage())  # type: ignore[no-untyped-call]
+            known = self.counts[key] = storage, use.num_saturated()
+        return use.describe(known[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +261,6 @@ class ModuleTap:
                 continue
             use = self._use(tensor_name, gemm, matrix, (frame.iteration, frame.micro_batch))
             if claim is not None:
-                consumers.append(frame.describe(self.module, use))
+                consumers.append(frame.describe(use))
         if claim is not None:
             frame.taker.take(claim, tensor, consumers)

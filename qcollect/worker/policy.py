@@ -253,7 +253,7 @@ class Use:
 
     @property
     def count_key(self) -> tuple[Hashable, ...]:
-        """The same for uses by one module that clamp the same elements of the same operand."""
+        """The same for uses that clamp the same elements of the same operand."""
         return self.tensor_name, id(self.quantizer), self.seed, self.hadamard_seed
 
     def num_saturated(self) -> torch.Tensor:

@@ -120,7 +120,7 @@ class TensorSink:
 
     def _take_copy(self, claim: Claim, use: Use, consumed: Operand) -> None:
         values = consumed.values if consumed.factor is None else use.values()
-        consumers = [claim.frame.describe(claim.planned.module, use)]
+        consumers = [claim.frame.describe(use)]
         self._take(claim, values, consumers, use.binding.scales() if self.saver.packing.needs_scales else None)
 
     def _take(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import qcollect
 from qcollect.formats.binding import Binding
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.quantizer import Quantizer
@@ -101,19 +102,31 @@ def test_what_prepares_counts_is_as_wide_as_the_operands_of_linears(counts, make
     assert len(counts) == 4 * len(widths) + 2
 
 
+def test_modules_that_read_one_tensor_have_it_counted_once(make_llama, tokens, tmp_path, counts):
+    ids = tokens(1, 6)
+    model = make_llama(num_hidden_layers=1)
+    names = {"modules": ["*q_proj", "*k_proj", "*v_proj"], "tensor_names": ["input"]}
+    with qcollect.collect(model, "mxfp4", tmp_path / "run", 3, **names) as run:
+        model(input_ids=ids, labels=ids).loss.backward()
+        run.step()
+    assert len(counts) == 2  # along either axis
+    entries = [capture.metadata["consumers"] for capture in qcollect.open_run(tmp_path / "run")]
+    assert len(entries) == 3 and all(entry == entries[0] for entry in entries)
+
+
 def test_a_count_is_of_one_content_of_memory(counts):
     frame = Frame(iteration=0, micro_batch=0, sample_idx=0, num_samples=1, wanted={}, taker=None)
 
     def counted(x, **settings):
         counts.clear()
-        frame.describe("m", use_of(x, "mxfp8", **settings))
+        frame.describe(use_of(x, "mxfp8", **settings))
         return bool(counts)
 
     memory = bytearray(4 * 64)
     x = torch.frombuffer(memory, dtype=torch.float32).view(2, 32)
     assert [counted(x), counted(x), counted(x.view(2, 32))] == [True, False, False]
     assert counted(x, scale_rule="rceil")
-    assert counted(x.clone()) and counted(x)
+    assert counted(x.clone()) and not counted(x)
     x.mul_(2)
     assert counted(x) and not counted(x)
     assert counted(torch.frombuffer(memory, dtype=torch.float32).view(2, 32))  # another tensor's memory by now

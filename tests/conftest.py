@@ -29,6 +29,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or the interpreter's end frees none of them, which extensions complain of
     shutil.rmtree(os.environ.get("QCOLLECT_CACHE_DIR", ""), ignore_errors=True)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from qcollect.errors import CaptureError, UsageError
+from qcollect.formats.checks import DTYPES
 from qcollect.paths import RunPaths
 from qcollect.plan.devices import RankDevice
 from qcollect.plan.schedule import Cut, Schedule
@@ -31,7 +32,6 @@ from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
 from qcollect.worker.saver import Saver
-from qcollect.worker.sharding import local_of
 from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sink import Observer, Sink
 from qcollect.worker.sites import Taps, install, linear_widths, unwrap
@@ -178,9 +178,10 @@ class Collector:
             prepare_summary()
         if self.is_complete or not self.settings.enabled:
             return
-        self.sink.open(device, dict.fromkeys(parameter.dtype for parameter in parameters))
+        dtypes = [dtype for dtype in dict.fromkeys(parameter.dtype for parameter in parameters) if dtype in DTYPES]
+        self.sink.open(device, dtypes)
         if device.type == "cuda" and self.sink.describes_consumers:
-            policy.prepare_counts(local_of(parameters[0].detach()), linear_widths(self.model))
+            policy.prepare_counts(device, dtypes, linear_widths(self.model))
 
     def _remove_hooks(self) -> None:
         self.frame = None

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 import torch
@@ -95,17 +96,18 @@ class QuantPolicy:
         if not is_ready:
             warnings.warn(f"qcollect: quant.compile: {reason}; plain torch does it, more slowly", stacklevel=2)
 
-    def prepare_counts(self, like: torch.Tensor, widths: Iterable[int]) -> None:
+    def prepare_counts(self, device: torch.device, dtypes: Iterable[torch.dtype], widths: Iterable[int]) -> None:
         """Have the kernels compiled that count what is clamped of operands, which only captures ask for.
 
         Args:
-            like: of the dtype of operands, and on their device.
+            device, dtypes: of operands.
             widths: of linears, what goes in and what comes out: there is a kernel for some, and another for others.
         """
-        for quantizers, columns in ((self.linear, widths), (self.attention, (_HEAD_DIM,))):
-            for width in columns:
-                for quantizer in dict.fromkeys(quantizers.values()):
-                    quantizer.num_saturated(like.new_zeros(_NUM_ROWS, width), seed=0)
+        operands = [*((self.linear, width) for width in widths), (self.attention, _HEAD_DIM)]
+        for (quantizers, width), dtype in product(operands, dtypes):
+            x = torch.zeros(_NUM_ROWS, width, dtype=dtype, device=device)
+            for quantizer in dict.fromkeys(quantizers.values()):
+                quantizer.num_saturated(x, seed=0)
 
     @property
     def is_stochastic(self) -> bool:

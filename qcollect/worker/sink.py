@@ -33,7 +33,7 @@ class Sink(Taker, Protocol):
         """Take memory and start threads.
 
         Args:
-            device, dtypes: of the model's parameters.
+            device, dtypes: of the model's parameters; of dtypes those that can be quantized.
         """
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:

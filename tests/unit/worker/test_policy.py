@@ -96,10 +96,10 @@ def test_what_prepares_counts_is_as_wide_as_the_operands_of_linears(counts, make
     assert widths == sorted({config.hidden_size, config.intermediate_size, kv_width})
     policy = QuantPolicy.from_spec(QuantSpec(type="mxfp4", grad_rounding="stochastic"))
     state = torch.get_rng_state()
-    policy.prepare_counts(torch.zeros(3, dtype=torch.bfloat16), widths)
+    policy.prepare_counts(torch.device("cpu"), [torch.bfloat16, torch.float32], widths)
     assert torch.equal(torch.get_rng_state(), state)
     # two axes, two roundings along either
-    assert len(counts) == 4 * len(widths) + 2
+    assert len(counts) == 2 * (4 * len(widths) + 2)
 
 
 def test_modules_that_read_one_tensor_have_it_counted_once(make_llama, tokens, tmp_path, counts):

@@ -64,20 +64,18 @@ class Launch:
             self._compile(key, tensors, numbers, num_programs)
         return None
 
-    def start_aligned(
-        self, index: int | None, addresses: Sequence[int], numbers: tuple[int, ...], num_programs: int
+    def start_known(
+        self, index: int | None, addresses: Sequence[int], numbers: tuple[int, ...], num_programs: int | None = None
     ) -> bool:
-        """``start`` for addresses at multiples of 16 bytes on the current device; whether it was compiled for such."""
-        return self._start(index, index, addresses, numbers, num_programs)
-
-    def start_known(self, index: int | None, addresses: Sequence[int], numbers: tuple[int, ...]) -> bool:
-        """``start``, if that is a matter of addresses; whether it was: ``start`` takes the tensors themselves."""
+        """``start`` by the addresses of the tensors, on the device of this index; whether it was compiled for such."""
         any_bits = 0
         for address in addresses:
             any_bits |= address
         if any_bits % 16 or (index is not None and index != torch.cuda.current_device()):
             return False
-        return self._start(index, index, addresses, numbers, self.num_programs)
+        return self._start(
+            index, index, addresses, numbers, self.num_programs if num_programs is None else num_programs
+        )
 
     def _start(
         self, key: object, index: int | None, addresses: Sequence[int], numbers: tuple[int, ...], num_programs: int

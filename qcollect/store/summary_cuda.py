@@ -89,7 +89,7 @@ def summarize(
     launch = _summarize(flat.dtype, is_large, room is not None, num_elements > _MAX_INT32)
     copy = flat.data_ptr() if room is None else room.memory.data_ptr() + room.start
     addresses = (flat.data_ptr(), copy, shares.data_ptr())
-    if not launch.start_aligned(device.index, addresses, (num_elements,), num_programs):
+    if not launch.start_known(device.index, addresses, (num_elements,), num_programs):
         copied = flat if room is None else room.view(num_elements, flat.dtype)
         launch.start((flat, copied, shares), (num_elements,), num_programs=num_programs)
     if num_programs > 1 and pending is None:

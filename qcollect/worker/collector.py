@@ -151,13 +151,13 @@ class Collector:
         ]
         self._report_deduped()
         self.progress.update(state="training", captured=self.num_captured, trigger=self.start.report(), force=True)
-        self._frozen.freeze()
+        if self.sink.is_open:
+            self._frozen.freeze()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._frozen.thaw()
         self.start.__exit__(kind, error, trace)
         self._remove_hooks()
         self._taps.remove()
@@ -216,6 +216,7 @@ class Collector:
 
     def _finish_sink(self, *, raises: bool) -> None:
         """Write what is taken; then neither threads nor memory are held any longer."""
+        self._frozen.thaw()
         sink = self.sink
         if not sink.is_open:
             return

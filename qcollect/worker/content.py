@@ -1,12 +1,14 @@
 """Which content memory holds: how a value that was seen is known again without keeping it."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Identity = tuple[Any, ...]
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes twice as long to make
@@ -31,6 +33,25 @@ class Content:
     def is_of(self, value: Tensor) -> bool:
         """Whether ``value`` is the same memory, not changed since."""
         return self.identity == identity_of(value)
+
+
+class Findings(Generic[T]):
+    """What was found out about memory, kept by its content and by what was asked."""
+
+    def __init__(self) -> None:
+        # with what keeps the id of a storage from being another's
+        self._found: dict[Identity, tuple[StorageWeakRef, dict[Hashable, T]]] = {}
+
+    def of(self, value: Tensor) -> dict[Hashable, T] | None:
+        """What is known of a tensor's memory, for what is found later, too; None where nothing tells its content."""
+        identity = identity_of(value)
+        if identity is None:
+            return None
+        found = self._found.get(identity)
+        if found is None:
+            storage = StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+            found = self._found[identity] = storage, {}
+        return found[1]
 
 
 def identity_of(value: Tensor) -> Identity | None:

@@ -5,16 +5,15 @@ a capture always carries the iteration, micro-batch and sample of the forward it
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcollect.plan.schedule import PlannedCapture
 from qcollect.vocab import Gemm, LayerType
-from qcollect.worker.content import identity_of
+from qcollect.worker.content import Findings
 from qcollect.worker.gemm import Operand
 from qcollect.worker.policy import Quantizers, Use
 from qcollect.worker.sharding import is_sharded
@@ -76,7 +75,7 @@ class Frame:
     """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted.
 
     ``num_calls`` counts the calls of each module, those without grad and those with grad apart; ``counts`` holds what
-    was counted over operands, with what keeps the ids of their storages from being others'.
+    was counted over operands.
     """
 
     iteration: int
@@ -87,7 +86,7 @@ class Frame:
     taker: Taker
     token_hash: str | None = None
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    counts: dict[tuple[Hashable, ...], tuple[StorageWeakRef, torch.Tensor]] = field(default_factory=dict)
+    counts: Findings[torch.Tensor] = field(default_factory=Findings)
 
     def of_call(self, module: str) -> "Frame | None":
         """This frame for the first call of a module, None for a later one: a group is of one call, there and back.
@@ -108,16 +107,13 @@ class Frame:
 
     def describe(self, use: Use) -> dict[str, Any]:
         """``Use.describe``; the elements clamped are counted once for an original, its copies and all that read it."""
-        operand = use.binding.x
-        identity = identity_of(operand)
-        if identity is None:
-            return use.describe(use.num_saturated())
-        key = (identity, *use.count_key)
-        known = self.counts.get(key)
-        if known is None:
-            storage = StorageWeakRef(operand.untyped_storage())  # type: ignore[no-untyped-call]
-            known = self.counts[key] = storage, use.num_saturated()
-        return use.describe(known[1])
+        known, key = self.counts.of(use.binding.x), use.count_key
+        count = None if known is None else known.get(key)
+        if count is None:
+            count = use.num_saturated()
+            if known is not None:
+                known[key] = count
+        return use.describe(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept from what was there before training.
+"""Python's cyclic garbage collector, kept from what was there before training while captures are taken.
 
 With torch and transformers loaded a full collection goes through some 400,000 objects and takes a quarter of a second,
 more than a whole iteration on a GPU. It comes as soon as enough new ones were counted, be they gone by then: those of

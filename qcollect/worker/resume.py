@@ -68,8 +68,6 @@ class Kept:
 
     def is_proven(self, iteration: int) -> bool:
         """Whether no comparison of an iteration is outstanding."""
-        if not self.to_compare:
-            return True
         return not any(key.iteration == iteration for key in self.to_compare - self.compared)
 
     def compare(self, key: CaptureKey, tensor: torch.Tensor) -> None:

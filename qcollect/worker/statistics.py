@@ -30,7 +30,6 @@ from qcollect.store.summary_cuda import pending_summaries
 from qcollect.store.summary_cuda import summarize as summarize_flat
 from qcollect.vocab import CaptureKey, Gemm
 from qcollect.worker.batch_writer import BatchWriter, head_of
-from qcollect.worker.content import identity_of
 from qcollect.worker.counts import Counts
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.frame import Claim, Frame, WantKey
@@ -173,7 +172,7 @@ class StatisticsSink:
         site = self._sites.of_tensor(claim, tensor, local)
         has_kernel = site.has_kernel and local.is_contiguous() and not local.is_neg()
         value = local if has_kernel else plain_value(local)
-        known = _known_rows(batch, value) if claim.planned.tensor_name in SHARED else None
+        known = batch.known.of(value) if claim.planned.tensor_name in SHARED else None
         row, is_new = (batch.row(), True) if known is None else batch.find(known, SUMMARY)
         if is_new:
             out = batch.table.summaries[row]
@@ -196,7 +195,7 @@ class StatisticsSink:
         pending = self._pending_of(batch).totals
         if pending is None:
             return None
-        known = _known_rows(batch, operand) if claim.planned.tensor_name in SHARED else None
+        known = batch.known.of(operand) if claim.planned.tensor_name in SHARED else None
         # what was measured for another module is measured again, since it has to be quantized again: the same numbers
         row, _ = _place(batch, site.quantizer, known)
         dense = operand if operand.is_contiguous() else operand.detach().contiguous()
@@ -223,7 +222,7 @@ class StatisticsSink:
         rows = batch.row(), batch.row()
         outs = torch.empty_like(matrix), torch.empty_like(matrix)
         pair(matrix, outs, _numbers_of(batch, *rows), pending)
-        known = _known_rows(batch, matrix) if sites[0].shadows else None
+        known = batch.known.of(matrix) if sites[0].shadows else None
         for site, row in zip((sites[0], sites[1]), rows, strict=True):
             self._record_known(batch, site, matrix, row, pending, known)
         self._ship_if_over(frame, batch)
@@ -274,7 +273,7 @@ class StatisticsSink:
 
     def _consume(self, batch: Batch, claim: Claim, use: Use, quantize: Callable[..., Operand]) -> Operand:
         x = use.binding.x
-        known = _known_rows(batch, x) if claim.planned.tensor_name in SHARED else None
+        known = batch.known.of(x) if claim.planned.tensor_name in SHARED else None
         rows = []
         if use.quantizer.is_identity:
             consumed = quantize(use)
@@ -391,12 +390,6 @@ class StatisticsSink:
             batch.arrived.record(stream)
 
 
-def _known_rows(batch: Batch, x: torch.Tensor) -> KnownRows | None:
-    """What was measured in the same memory; None where nothing tells."""
-    identity = identity_of(x)
-    return None if identity is None else batch.known_rows(identity, x)
-
-
 def _place(batch: Batch, quantizer: Quantizer, known: KnownRows | None) -> tuple[int, bool]:
     """The row of an operand's errors under a type, and whether they are still to be measured."""
     if known is None or quantizer.draws:  # what is drawn depends on the module
@@ -412,7 +405,7 @@ def _place_further(
     """
     for shadow in site.shadows:
         if shadow.is_shared and known is None:
-            known = _known_rows(batch, x)
+            known = batch.known.of(x)
         row, is_new = _place(batch, shadow.quantizer, known if shadow.is_shared else None)
         rows.append(row)
         if is_new:

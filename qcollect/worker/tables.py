@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcollect.formats.error_stats import NUM_TOTALS, Totals
 from qcollect.formats.pending import PendingShares
 from qcollect.store.summary import FIELDS
 from qcollect.vocab import CaptureKey
-from qcollect.worker.content import Identity
+from qcollect.worker.content import Findings
 from qcollect.worker.frame import WantKey
 from qcollect.worker.lines import ROW_SIZE, LineTemplate
 
@@ -60,8 +59,7 @@ class Batch:
         tokens: its first input, in host memory when ``arrived`` has come.
         expected: of a resumed run, what is listed already and must come out the same.
         records: template, rows, place in ``amaxes``, seed.
-        known: rows by the identity of memory and by what was measured in it, with what keeps the id of its storage from
-            being another's.
+        known: rows by the memory and by what was measured in it.
         streams: on which something was measured, and what waits there.
     """
 
@@ -73,7 +71,7 @@ class Batch:
     num_rows: int = 0
     records: list[tuple[LineTemplate, tuple[int, ...], int | None, int | None]] = field(default_factory=list)
     amaxes: list[torch.Tensor] = field(default_factory=list)
-    known: dict[Identity, tuple[StorageWeakRef, KnownRows]] = field(default_factory=dict)
+    known: Findings[int] = field(default_factory=Findings)
     streams: dict[int, Pending] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
 
@@ -81,20 +79,8 @@ class Batch:
         self.num_rows += 1
         return self.num_rows - 1
 
-    def known_rows(self, identity: Identity, tensor: torch.Tensor) -> KnownRows:
-        """The rows of what was measured in a tensor's memory, by what it is; for those to come, too.
-
-        Args:
-            identity: ``content.identity_of`` the tensor.
-        """
-        found = self.known.get(identity)
-        if found is None:
-            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            found = self.known[identity] = reference, {}
-        return found[1]
-
     def find(self, rows: KnownRows, what: Hashable) -> tuple[int, bool]:
-        """The row of a measurement among ``known_rows``, and whether it is still to be made."""
+        """The row of a measurement among those ``known`` of a tensor, and whether it is still to be made."""
         row = rows.get(what)
         if row is not None:
             return row, False

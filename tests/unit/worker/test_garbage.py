@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+import torch
 from torch import nn
 
 import qcollect
@@ -62,3 +63,18 @@ def test_a_script_that_collects_by_itself_is_let_alone(tmp_path):
     with collect(tmp_path):
         assert gc.get_freeze_count() == 0
         assert not gc.isenabled()
+
+
+def test_the_target_thaws_while_training_goes_on(tmp_path):
+    model = nn.Linear(2, 2)
+    with qcollect.collect(model, "none", tmp_path, 2) as run:
+        assert gc.get_freeze_count()
+        model(torch.ones(1, 2)).sum().backward()
+        assert run.step()
+        assert gc.get_freeze_count() == 0
+
+
+def test_nothing_is_frozen_where_nothing_is_captured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "false")
+    with collect(tmp_path):
+        assert gc.get_freeze_count() == 0

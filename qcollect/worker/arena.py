@@ -108,23 +108,23 @@ class HostArena:
         self.is_shared = is_shared
         self._memory = Memory(self.num_bytes, is_shared=is_shared)
         self._free = [(0, self.num_bytes)]  # by offset
-        self._num_oversized = 0
+        self._num_alone = 0
         self.is_pinned = pin and _page_lock(self._memory.map, self.num_bytes)
         if not self.is_pinned:
             _tensor(self._memory.map, (min(num_touched, self.num_bytes),), torch.uint8, 0).zero_()
 
-    def allocate(self, num_bytes: int, wait: Callable[[], None]) -> Slot:
+    def allocate(self, num_bytes: int, wait: Callable[[], bool]) -> Slot:
         """A piece of so many bytes, once it is free; what does not fit at all gets memory of its own, one at a time.
 
         Args:
-            wait: returns when something may have been released.
+            wait: returns when something may have been released. False: nothing will be, since who asks has the rest;
+                then this gets memory of its own, too.
         """
         slot = self.try_allocate(num_bytes)
         if slot is None:
             started = time.monotonic()
             while slot is None:
-                wait()
-                slot = self.try_allocate(num_bytes)
+                slot = self.try_allocate(num_bytes) if wait() else self._allocate_alone(num_bytes)
             self.waited_s += time.monotonic() - started
         return slot
 
@@ -132,15 +132,17 @@ class HostArena:
         """``allocate``, if nobody has to wait for it."""
         size = page_rounded(num_bytes)
         if size > self.num_bytes:
-            if self._num_oversized:
-                return None
-            self._num_oversized += 1
-            return Slot(Memory(size, is_shared=self.is_shared), 0, size)
+            return None if self._num_alone else self._allocate_alone(num_bytes)
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
                 self._free[i : i + 1] = [(offset + size, free - size)] if free > size else []
                 return Slot(self._memory, offset, size)
         return None
+
+    def _allocate_alone(self, num_bytes: int) -> Slot:
+        self._num_alone += 1
+        size = page_rounded(num_bytes)
+        return Slot(Memory(size, is_shared=self.is_shared), 0, size)
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype, *, start: int = 0) -> torch.Tensor:
         """A dense tensor in the piece, from byte ``start`` on, whose storage is exactly its elements."""
@@ -156,7 +158,7 @@ class HostArena:
         if slot.memory is self._memory:
             self._merge(slot.offset, slot.num_bytes)
         else:
-            self._num_oversized -= 1
+            self._num_alone -= 1
 
     def close(self) -> None:
         """Unlock the memory and let go of it: it goes when the last tensor in it has gone. Nothing may follow."""

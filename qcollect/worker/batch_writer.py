@@ -17,8 +17,8 @@ from qcollect.worker.counts import Counts
 from qcollect.worker.engine import EngineSettings
 from qcollect.worker.lines import LineTemplate, Measured, encode_moment
 from qcollect.worker.resume import Kept
-from qcollect.worker.sink import hash_tokens
 from qcollect.worker.tables import Batch, Table
+from qcollect.worker.tokens import hash_tokens
 from qcollect.worker.write_lines import Appended, LineProcess, append_lines
 from qcollect.worker.writers import WriterPool
 
@@ -104,9 +104,10 @@ class BatchWriter:
         """What came to the host; the table may be filled again."""
         numbers = batch.table.host[: batch.num_rows]
         amaxes, scales = _scales(batch)
+        token_hash = None if batch.tokens is None else hash_tokens(batch.tokens)
         return Measured(
             records=[(template.number, rows, place, seed) for template, rows, place, seed in batch.records],
-            moment=encode_moment({**batch.moment, "token_hash": hash_tokens(batch.tokens)}),
+            moment=encode_moment({**batch.moment, "token_hash": token_hash}),
             numbers=ctypes.string_at(numbers.data_ptr(), numbers.nbytes) if batch.num_rows else b"",
             amaxes=amaxes,
             scales=scales,

@@ -31,7 +31,8 @@ from qcollect.worker.packing import Packing
 from qcollect.worker.policy import QuantPolicy
 from qcollect.worker.progress import ProgressReporter, append_metrics
 from qcollect.worker.resume import Kept, keep, key_of
-from qcollect.worker.saver import Saver
+from qcollect.worker.saver import Saver, plain_value
+from qcollect.worker.sharding import local_of
 from qcollect.worker.shortfall import Place, Shortfall
 from qcollect.worker.sink import Observer, Sink
 from qcollect.worker.sites import Taps, install, linear_widths, unwrap
@@ -313,7 +314,7 @@ class Collector:
         )
         if self.kept:
             self._drop_kept(frame)
-        self.sink.begin(frame, tokens)
+        self.sink.begin(frame, None if tokens is None else plain_value(local_of(tokens)))
         self._frames.append(frame)
         self.frame = frame
 

@@ -101,7 +101,13 @@ class CaptureEngine:
         return self.stager.waited_s
 
     def submit(
-        self, tensor: torch.Tensor, seen: Observation, counter: int | None = None, *, source: Source | None = None
+        self,
+        tensor: torch.Tensor,
+        seen: Observation,
+        counter: int | None = None,
+        *,
+        source: Source | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> None:
         """Take one capture: its value is that of now, whatever is done to the tensor afterwards.
 
@@ -110,6 +116,8 @@ class CaptureEngine:
 
         Args:
             source: of the tensor that ``tensor`` is a copy of; None: it is none.
+            tokens: whose hash is ``seen.token_hash``, on the device of ``tensor`` unless that is the CPU; they may not
+                change afterwards. None: it is known.
 
         Raises:
             CaptureError: an earlier capture could not be written.
@@ -129,7 +137,7 @@ class CaptureEngine:
             counter=counter,
             now=self.saver.clock(),
         )
-        self.stager.submit(order)
+        self.stager.submit(order, tokens)
 
     def forget(self) -> None:
         """What is taken so far goes to the writers, and is not the value of a tensor that is seen from now on."""
@@ -155,8 +163,8 @@ class CaptureEngine:
         if os.getpid() != self._pid:
             return
         self.stager.forget()
-        while self._orders:
-            self._settle(wait=True)
+        while self._orders and self._settle(wait=True):
+            pass
         self.check()
 
     def close(self) -> None:
@@ -177,9 +185,10 @@ class CaptureEngine:
         self._settle(wait=False)
         self.on_shipped()
 
-    def _settle(self, *, wait: bool) -> None:
-        """Note what has become of captures; with ``wait`` of one at least."""
-        assert self._num_shipped or not wait  # or it would wait for ever
+    def _settle(self, *, wait: bool) -> bool:
+        """Note what has become of captures; with ``wait`` of one at least. False: writers have none."""
+        if wait and not self._num_shipped:
+            return False
         try:
             outcomes = self._writers.outcomes(wait=wait)
         except CaptureError as error:
@@ -200,6 +209,7 @@ class CaptureEngine:
                 counts.first_missing = counts.first_missing or str(outcome.error)
             else:
                 self._error = self._error or outcome.error
+        return True
 
 
 def _arena_bytes(limit: int | None, needed: int, num_local_ranks: int) -> int:

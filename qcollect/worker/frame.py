@@ -75,7 +75,8 @@ class Frame:
     """Wanted captures of one micro-batch. The first value seen of each wins; a recompute finds none wanted.
 
     ``num_calls`` counts the calls of each module, those without grad and those with grad apart; ``counts`` holds what
-    was counted over operands.
+    was counted over operands. ``tokens`` has copies of its first input, by device, where the hash of that is not known
+    yet.
     """
 
     iteration: int
@@ -85,6 +86,7 @@ class Frame:
     wanted: Wanted
     taker: Taker
     token_hash: str | None = None
+    tokens: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     num_calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
     counts: Findings[torch.Tensor] = field(default_factory=Findings)
 
@@ -96,6 +98,15 @@ class Frame:
         call = (module, torch.is_grad_enabled())
         self.num_calls[call] += 1
         return self if self.num_calls[call] == 1 else None
+
+    def tokens_near(self, device: torch.device) -> torch.Tensor | None:
+        """A copy of its first input on the device of a capture, or, of one on the CPU, on that it came on."""
+        if not self.tokens:
+            return None
+        if device not in self.tokens:
+            own = next(iter(self.tokens.values()))
+            self.tokens[device] = own if device.type == "cpu" else own.to(device, non_blocking=True)
+        return self.tokens[device]
 
     def was_called(self, module: str) -> bool:
         return (module, True) in self.num_calls or (module, False) in self.num_calls

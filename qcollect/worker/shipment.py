@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -21,7 +21,9 @@ from qcollect.formats.quantized import ScaleCodes
 from qcollect.store.summary import summarize
 from qcollect.worker.arena import Maps, Piece
 from qcollect.worker.saver import Observation, Saver, Source
+from qcollect.worker.tokens import hash_tokens
 
+T = TypeVar("T")
 _POLL_S = 0.0003
 
 
@@ -45,6 +47,13 @@ class Number(NamedTuple):
     place: int
 
 
+class Tokens(NamedTuple):
+    """The first input of a micro-batch, which is still to be hashed; ``value_id`` as that of a ``Shipment``."""
+
+    value_id: int
+    value: Piece
+
+
 class Shipment(NamedTuple):
     """One capture: where its parts lie, when they are there, and what is known of it.
 
@@ -55,6 +64,7 @@ class Shipment(NamedTuple):
         numbers: by dtype those that stand in ``facts``.
         facts: of the consumers of ``seen``, those that come as numbers.
         block_scales: those of ``seen`` and their micro exponents.
+        tokens: whose hash ``seen`` has not; None: it has.
     """
 
     ticket: int
@@ -65,12 +75,15 @@ class Shipment(NamedTuple):
     numbers: Mapping[torch.dtype, Piece]
     facts: tuple[Number, ...]
     block_scales: tuple[Piece, ...] | None
+    tokens: Tokens | None
     source: Source
     seen: Observation
     counter: int | None
     now: datetime
 
-    def open(self, maps: Maps, summaries: "Summaries") -> tuple[torch.Tensor, list[float], Observation]:
+    def open(
+        self, maps: Maps, summaries: "OfValues[list[float]]", hashes: "OfValues[str]"
+    ) -> tuple[torch.Tensor, list[float], Observation]:
         """The value, its summary, and what is known of it, once all is there."""
         if self.arrival is not None:
             arrived = self.arrival.counter.open(maps)
@@ -91,6 +104,9 @@ class Shipment(NamedTuple):
         if self.block_scales is not None:
             scales, *micro = (piece.open(maps) for piece in self.block_scales)
             seen = seen._replace(block_scales=ScaleCodes(scales=scales, micro=tuple(micro)))
+        if self.tokens is not None:
+            token_hash = hashes.of(self.tokens.value_id, self.tokens.value.open(maps))
+            seen = seen._replace(token_hash=token_hash)
         return value, summary, seen
 
     def encode(self) -> tuple[Any, ...]:
@@ -104,6 +120,7 @@ class Shipment(NamedTuple):
             self.numbers,
             tuple(map(tuple, self.facts)),
             self.block_scales,
+            None if self.tokens is None else (self.tokens.value_id, tuple(self.tokens.value)),
             tuple(self.source),
             tuple(self.seen),
             self.counter,
@@ -118,6 +135,7 @@ class Shipment(NamedTuple):
             value=Piece(*found.value),
             summary=None if found.summary is None else Piece(*found.summary),
             facts=tuple(Number(*fact) for fact in found.facts),
+            tokens=None if found.tokens is None else Tokens(found.tokens[0], Piece(*found.tokens[1])),
             source=Source(*found.source),
             seen=Observation(*found.seen),
         )
@@ -148,24 +166,25 @@ class Memories:
         return found[1]
 
 
-class Summaries:
-    """Summaries of values that come without, each computed once, by whichever thread comes first."""
+class OfValues(Generic[T]):
+    """What follows from values and does not come with them, computed once, by whichever thread comes first."""
 
     _MAX_KEPT = 256
 
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[threading.Lock, list[float]]] = {}
+    def __init__(self, compute: Callable[[torch.Tensor], T]) -> None:
+        self._compute = compute
+        self._found: dict[int, tuple[threading.Lock, list[T]]] = {}
         self._lock = threading.Lock()
 
-    def of(self, value_id: int, value: torch.Tensor) -> list[float]:
+    def of(self, value_id: int, value: torch.Tensor) -> T:
         with self._lock:
             if value_id not in self._found and len(self._found) >= self._MAX_KEPT:
                 self._found.pop(next(iter(self._found)))
-            lock, numbers = self._found.setdefault(value_id, (threading.Lock(), []))
+            lock, found = self._found.setdefault(value_id, (threading.Lock(), []))
         with lock:
-            if not numbers:
-                numbers += summarize(value).tolist()
-            return numbers
+            if not found:
+                found.append(self._compute(value))
+            return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +211,8 @@ class Scribe:
 
     def __init__(self, saver: Saver, maps: Maps, *, goes_on: bool, tell: Callable[[Outcome], None]) -> None:
         self._saver, self._maps, self._goes_on, self._tell = saver, maps, goes_on, tell
-        self._summaries = Summaries()
+        self._summaries = OfValues(_summary)
+        self._hashes = OfValues(hash_tokens)
         self._has_failed = False
 
     def write(self, shipment: Shipment) -> None:
@@ -201,10 +221,15 @@ class Scribe:
             self._tell(Outcome(shipment.ticket))
             return
         try:
-            value, summary, seen = shipment.open(self._maps, self._summaries)
+            value, summary, seen = shipment.open(self._maps, self._summaries, self._hashes)
             stored = self._saver.write(value, summary, shipment.source, seen, shipment.counter, shipment.now)
         except Exception as error:
             self._has_failed = not (self._goes_on and isinstance(error, CaptureError))
             self._tell(Outcome(shipment.ticket, error=error))
         else:
             self._tell(Outcome(shipment.ticket, stored.num_bytes, stored.deduped_bytes))
+
+
+def _summary(value: torch.Tensor) -> list[float]:
+    numbers: list[float] = summarize(value).tolist()
+    return numbers

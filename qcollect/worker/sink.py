@@ -1,12 +1,10 @@
 """What becomes of captures, as the collector and the taps see it: tensors in files, or statistics in lines."""
 
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import xxhash
 
 from qcollect.formats.quantized import ScaleCodes
 from qcollect.plan.schedule import PlannedCapture
@@ -40,7 +38,7 @@ class Sink(Taker, Protocol):
         """A micro-batch begins that something is wanted of.
 
         Args:
-            tokens: its first input.
+            tokens: its first input, dense; of a DTensor this rank's part.
         """
 
     def forget(self) -> None:
@@ -108,12 +106,3 @@ class Observer:
             frame.iteration, frame.micro_batch, frame.sample_idx, frame.num_samples, STATE.batch(), STATE.sequence(),
             self.loss_scale, frame.token_hash, self.trigger(),
         )  # fmt: skip
-
-
-def hash_tokens(tokens: torch.Tensor | None) -> str | None:
-    """xxh3-64 of a micro-batch's first input, so that runs can prove they saw the same tokens. Waits for its device."""
-    if tokens is None:
-        return None
-    data = tokens.detach().cpu().contiguous()
-    num_bytes = data.numel() * data.element_size()
-    return xxhash.xxh3_64(ctypes.string_at(data.data_ptr(), num_bytes) if num_bytes else b"").hexdigest()

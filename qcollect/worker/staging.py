@@ -23,7 +23,7 @@ from qcollect.store.summary_cuda import summarize as summarize_flat
 from qcollect.worker.arena import HostArena, Piece, Slot, page_rounded
 from qcollect.worker.content import Content
 from qcollect.worker.saver import Observation, Source, plain_value
-from qcollect.worker.shipment import Arrival, Number, Shipment
+from qcollect.worker.shipment import Arrival, Number, Shipment, Tokens
 
 BUFFER_BYTES = 128 << 20  # of a device's memory: enough for few sends, and soon there
 MAX_BUFFERS = 4
@@ -67,6 +67,7 @@ class Order:
 
     Args:
         scales: of the blocks of a quantized copy and their micro exponents, from a device.
+        tokens: of the micro-batch, from a device.
         facts: numbers of the metadata that come from a device.
         parcels: what its shipment is in; to be released once it is written.
     """
@@ -78,12 +79,19 @@ class Order:
     counter: int | None
     now: datetime
     scales: tuple[Staged, ...] | None = None
+    tokens: Staged | None = None
     facts: tuple[Number, ...] = ()
     parcels: list[Parcel] = field(default_factory=list)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether all that comes as values has its place in host memory."""
+        values = (self.staged, self.tokens, *(self.scales or ()))
+        return all(staged is None or staged.piece is not None for staged in values)
+
     def ship(self, arrival: Arrival | None = None, numbers: Mapping[torch.dtype, Piece] | None = None) -> Shipment:
         """What writers are told."""
-        staged, scales = self.staged, self.scales
+        staged, scales, tokens = self.staged, self.scales, self.tokens
         assert staged.piece is not None
         # in the order of the fields
         return Shipment(
@@ -95,6 +103,7 @@ class Order:
             numbers or {},
             self.facts,
             None if scales is None else tuple(s.piece for s in scales if s.piece is not None),
+            None if tokens is None or tokens.piece is None else Tokens(tokens.value_id, tokens.piece),
             self.source,
             self.seen,
             self.counter,
@@ -111,7 +120,7 @@ class Stager:
     Args:
         arena: for values. Where it is not shared with another process, those on a device are copied at once.
         ship: gets captures whose values are on their way.
-        wait: returns when something was released (``release``).
+        wait: returns when something was released (``release``); False: nothing that is shipped is still to be.
         buffer_bytes, max_buffers: of the memory that is taken on each device; a value that is larger than a buffer has
             one of its own, and the next such value waits for it.
     """
@@ -121,7 +130,7 @@ class Stager:
         arena: HostArena,
         *,
         ship: Ship,
-        wait: Callable[[], None],
+        wait: Callable[[], bool],
         buffer_bytes: int = BUFFER_BYTES,
         max_buffers: int = MAX_BUFFERS,
     ) -> None:
@@ -130,6 +139,7 @@ class Stager:
         self._ship, self._wait = ship, wait
         self._sizes = min(buffer_bytes, arena.num_bytes // 2), max_buffers
         self._seen: dict[int, tuple[Content, Staged]] = {}  # by address
+        self._tokens: tuple[Tensor, Staged] | None = None
         self._lanes: dict[torch.device, _Lane] = {}
         self._facts: HostArena | None = None
         self._value_ids = count()
@@ -143,12 +153,16 @@ class Stager:
         """Bring a few values the way of those to come: what the first would wait for is compiled, and there, then."""
         zeros = [torch.zeros(_PREPARED_SHAPE, dtype=dtype, device=device) for dtype in dtypes]
         # as activations lie, and as an attention kernel's
-        values = [value for zero in zeros for value in (zero, zero.clone().t()) if self._travels(value)]
+        values = [value for zero in zeros for value in (zero, zero.clone().t()) if self.travels(value)]
         for value in values:
             _release(self.stage(value).parcel)
         if values:
             self.forget()
             torch.cuda.synchronize(device)
+
+    def travels(self, value: Tensor) -> bool:
+        """Whether a value comes here without anybody waiting for its device."""
+        return value.device.type == "cuda" and self.arena.is_shared
 
     def stage(self, tensor: Tensor) -> Staged:
         """The value of ``tensor`` now, for one capture.
@@ -161,15 +175,23 @@ class Stager:
             self.num_shared += 1
             known.parcel.num_users += 1
             return known
-        staged = self._lane(value.device).copy(value) if self._travels(value) else self._copy_now(value)
+        staged = self._lane(value.device).copy(value) if self.travels(value) else self._copy_now(value)
         staged.parcel.num_users += 1
         self._remember(value, staged)
         return staged
 
-    def submit(self, order: Order) -> None:
-        """Ship it when its value, and what else its metadata need from the device, is on its way."""
+    def submit(self, order: Order, tokens: Tensor | None = None) -> None:
+        """Ship it when its value, and what else its metadata need from the device, is on its way.
+
+        Args:
+            tokens: see ``CaptureEngine.submit``.
+        """
         order.parcels.append(order.staged.parcel)
         lane, scales = order.staged.lane, order.seen.block_scales
+        if tokens is not None:
+            order.tokens = self._stage_tokens(tokens)
+            order.parcels.append(order.tokens.parcel)
+            lane = lane or order.tokens.lane
         if lane is None:
             self._ship([order.ship()])
             return
@@ -197,10 +219,23 @@ class Stager:
             if arena is not None:
                 arena.close()
 
-    def _travels(self, value: Tensor) -> bool:
-        return value.device.type == "cuda" and self.arena.is_shared
+    def _stage_tokens(self, tokens: Tensor) -> Staged:
+        """``stage`` for what comes with all captures of a micro-batch, and is the same tensor each time."""
+        if self._tokens is None or self._tokens[0] is not tokens:
+            staged = self.stage(tokens)
+            self._forget_tokens()
+            self._tokens = tokens, staged
+        known = self._tokens[1]
+        known.parcel.num_users += 1
+        return known
+
+    def _forget_tokens(self) -> None:
+        known, self._tokens = self._tokens, None
+        if known is not None:
+            _release(known[1].parcel)
 
     def _forget_seen(self) -> None:
+        self._forget_tokens()
         seen, self._seen = self._seen, {}
         for *_, staged in seen.values():
             _release(staged.parcel)
@@ -275,7 +310,7 @@ class _Lane:
         facts: HostArena,
         allocate: Callable[[Parcel, int, Callable[[], None]], Slot],
         ship: Ship,
-        wait: Callable[[], None],
+        wait: Callable[[], bool],
         value_ids: "count[int]",
         buffer_bytes: int,
         max_buffers: int,
@@ -361,8 +396,8 @@ class _Lane:
             def ship_ready() -> None:
                 """Those that need no more than the numbers: they may hold the memory that is waited for."""
                 nonlocal orders
-                ready = [order for order in orders if order.staged.piece is not None]
-                orders = [order for order in orders if order.staged.piece is None]
+                ready = [order for order in orders if order.is_placed]
+                orders = [order for order in orders if not order.is_placed]
                 if ready:
                     arrival, _ = self._arrive()
                     self._ship([order.ship(arrival, numbers) for order in ready])

@@ -15,7 +15,10 @@ from qcollect.worker.policy import Use
 from qcollect.worker.resume import Kept, key_of
 from qcollect.worker.saver import Observation, Saver, Source, fix_value
 from qcollect.worker.sharding import describe_sharding, local_of
-from qcollect.worker.sink import Observer, hash_tokens
+from qcollect.worker.sink import Observer
+from qcollect.worker.tokens import hash_tokens
+
+_TOKEN_DTYPE = torch.int64  # as tokenizers and embeddings have it
 
 
 class TensorSink:
@@ -48,7 +51,7 @@ class TensorSink:
         self.waited_s = 0.0
         self._engine: CaptureEngine | None = None
         self._error: Exception | None = None  # of the engine that was closed
-        self._held: list[tuple[torch.Tensor, Observation, int, Source]] = []
+        self._held: list[tuple[torch.Tensor, Observation, Claim, Source]] = []
 
     @property
     def is_open(self) -> bool:
@@ -63,11 +66,16 @@ class TensorSink:
             num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             on_shipped=self.on_written,
         )
-        self._engine.stager.prepare(device, dtypes)
+        self._engine.stager.prepare(device, {*dtypes, _TOKEN_DTYPE})
         self.counts = self._engine.counts
 
     def begin(self, frame: Frame, tokens: torch.Tensor | None) -> None:
-        frame.token_hash = hash_tokens(tokens)
+        if tokens is None:
+            return
+        if self._engine is not None and self._engine.stager.travels(tokens):
+            frame.tokens[tokens.device] = tokens.clone()  # hashed by whoever writes: nobody waits for the device
+        else:
+            frame.token_hash = hash_tokens(tokens)
 
     def forget(self) -> None:
         if self._engine is not None:
@@ -140,15 +148,15 @@ class TensorSink:
         sharding = describe_sharding(tensor)
         seen = self.observer.observe(claim, consumers=consumers, sharding=sharding, block_scales=block_scales)
         if self.kept.is_proven(claim.frame.iteration):
-            self._submit(local, seen, claim.counter, Source.of(local))
+            self._submit(local, seen, claim, Source.of(local))
         else:  # the few that a killed run had not finished before the one that is compared
-            self._held.append((fix_value(local), seen, claim.counter, Source.of(local)))
+            self._held.append((fix_value(local), seen, claim, Source.of(local)))
 
     def _submit_held(self) -> None:
         held, self._held = self._held, []
-        for tensor, seen, counter, source in held:
-            self._submit(tensor, seen, counter, source)
+        for capture in held:
+            self._submit(*capture)
 
-    def _submit(self, tensor: torch.Tensor, seen: Observation, counter: int, source: Source) -> None:
+    def _submit(self, tensor: torch.Tensor, seen: Observation, claim: Claim, source: Source) -> None:
         assert self._engine is not None  # there is something to capture
-        self._engine.submit(tensor, seen, counter, source=source)
+        self._engine.submit(tensor, seen, claim.counter, source=source, tokens=claim.frame.tokens_near(tensor.device))

@@ -234,9 +234,20 @@ def test_who_asks_for_more_than_is_free_waits_for_a_release():
     def release_later():
         time.sleep(0.2)
         arena.release(held[0])
+        return True
 
     assert arena.allocate(100, release_later).offset == held[0].offset
     assert arena.waited_s > 0.1
+
+
+def test_who_holds_all_memory_and_asks_for_more_gets_memory_of_its_own():
+    arena = HostArena(8192)
+    held = arena.try_allocate(8192)
+    more = arena.allocate(100, lambda: False)
+    assert more.memory is not held.memory and more.num_bytes == 4096
+    arena.release(more)
+    arena.release(held)
+    assert arena._free == [(0, 8192)]
 
 
 def test_what_is_larger_than_the_arena_gets_memory_of_its_own_one_at_a_time():

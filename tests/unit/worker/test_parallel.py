@@ -11,6 +11,7 @@ import torch
 
 import qcollect
 from qcollect.formats.quantizer import Quantizer, bind_consumer, fake_quantize
+from qcollect.worker.tokens import hash_tokens
 
 pytestmark = pytest.mark.integration
 
@@ -87,6 +88,8 @@ torch.save(grads[0], folder / f"fsdp_grad{rank}.pt")
 same_x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 train("tp", parallelize_module(MLP(), mesh, plan), "none", 24, x=same_x)
+spread_x = distribute_tensor(same_x.detach(), mesh, [Shard(0)])
+train("tp_spread_input", parallelize_module(MLP(), mesh, plan), "none", 24, x=spread_x)
 # an odd target: one rank has its share one capture earlier, and still takes part in the scales of the other
 train("tp_nvfp4", parallelize_module(MLP(), mesh, plan), "nvfp4", 23, num_steps=2, x=same_x)
 
@@ -198,6 +201,13 @@ def test_tensor_parallel_rank_saves_its_part_and_where_it_lies(two_ranks):
             "mesh_dim_names": ["tp"],
             "mesh_coordinate": [1],
         }
+
+
+def test_input_that_is_spread_is_hashed_as_the_ranks_part(two_ranks):
+    folder, _ = two_ranks
+    same_x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    both = captures(folder / "tp_spread_input", module="up", tensor_name="weight")
+    assert [c.metadata["token_hash"] for c in both] == [hash_tokens(part) for part in same_x.split(2)]
 
 
 @pytest.mark.parametrize(("module", "dim"), [("up", 0), ("down", 1)])

@@ -20,9 +20,11 @@ from qcollect.vocab import Gemm, LayerType, RankInfo, Values
 from qcollect.worker import staging
 from qcollect.worker.arena import can_share
 from qcollect.worker.engine import CaptureEngine, EngineSettings
+from qcollect.worker.frame import Frame
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import Use
 from qcollect.worker.saver import Observation, Saver
+from qcollect.worker.tokens import hash_tokens
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="no memory can be shared here")
 
@@ -64,7 +66,7 @@ def make_engine(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(staging.Stager, "_travels", lambda self, value: True)
+    monkeypatch.setattr(staging.Stager, "travels", lambda self, value: True)
     engines = []
 
     def make(packing=None, **settings):
@@ -246,6 +248,75 @@ def test_scales_of_blocks_come_along(make_engine):
     )
     found = saved(engine)
     assert torch.equal(found["q"]["scales"]["fprop"].view(torch.uint8), scales)
+
+
+@pytest.mark.parametrize("num_columns", [32, 1024, 2560])
+def test_scales_come_along_whatever_part_of_the_memory_the_value_takes(make_engine, num_columns):
+    engine = make_engine(packing=Packing(scales=True), host_memory_bytes=8192)
+    tensors = {}
+    for i in range(4):
+        x = tensors[f"t{i}"] = torch.randn(1, num_columns, dtype=torch.bfloat16)
+        codes = torch.full((1, num_columns // 32), i, dtype=torch.uint8)
+        seen = observation(
+            f"t{i}",
+            consumers=consumers_of(x),
+            values=Values.QUANTIZED,
+            block_scales=ScaleCodes(scales=codes, micro=()),
+        )
+        engine.submit(x, seen, i + 1)
+    found = saved(engine)
+    check(found, tensors)
+    for i in range(4):
+        assert (found[f"t{i}"]["scales"]["fprop"].view(torch.uint8) == i).all()
+    assert engine.stager.arena._free == [(0, 8192)]
+
+
+@pytest.mark.parametrize("host_memory_bytes", [8192, 1 << 20])
+@pytest.mark.parametrize("num_elements", [10, 900, 1800])
+def test_tokens_are_hashed_by_who_writes_whatever_part_of_the_memory_they_take(
+    make_engine, host_memory_bytes, num_elements
+):
+    engine = make_engine(host_memory_bytes=host_memory_bytes)
+    tokens = [torch.arange(5 * i) for i in range(3)]  # those of an empty batch too
+    tensors = {f"t{i}": torch.randn(num_elements) for i in range(30)}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        if i in (15, 22):
+            engine.forget()
+        engine.submit(tensor, observation(name), i + 1, tokens=tokens[i // 10])
+    found = saved(engine)
+    check(found, tensors)
+    for i in range(30):
+        assert found[f"t{i}"]["metadata"]["token_hash"] == hash_tokens(tokens[i // 10]), i
+    assert engine.stager.arena._free == [(0, engine.stager.arena.num_bytes)]
+
+
+def test_tokens_of_a_micro_batch_are_brought_once(make_engine):
+    engine, tokens = make_engine(), torch.arange(6)
+    for i in range(10):
+        engine.submit(torch.randn(20), observation(f"t{i}"), i + 1, tokens=tokens)
+    assert engine.stager._lanes[tokens.device]._values[-1][0].value_id == 10  # beside the ten
+    assert len({content["metadata"]["token_hash"] for content in saved(engine).values()}) == 1
+
+
+def test_training_asks_no_device_for_its_tokens(
+    make_engine, make_llama, tokens, train_llama, read_files, tmp_path, monkeypatch
+):
+    make_engine()  # every tensor is on a device from here on
+    monkeypatch.setattr("qcollect.worker.tensors.hash_tokens", lambda tokens: pytest.fail("hashed by training"))
+    ids = tokens(1, 5)
+    train_llama(make_llama(), ids, "mxfp8", tmp_path / "device", 40)
+    found = {content["metadata"]["token_hash"] for content in read_files(tmp_path / "device").values()}
+    assert found == {hash_tokens(ids)}
+
+
+def test_a_capture_on_another_device_gets_its_tokens_there():
+    frame = Frame(iteration=0, micro_batch=0, sample_idx=0, num_samples=1, wanted={}, taker=None)
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    assert frame.tokens_near(cpu) is None
+    frame.tokens[other] = ids = torch.arange(4, device=other)
+    assert frame.tokens_near(other) is ids is frame.tokens_near(cpu)
+    frame.tokens = {cpu: torch.arange(4)}
+    assert frame.tokens_near(other).device == other and frame.tokens_near(other) is frame.tokens_near(other)
 
 
 def test_all_memory_is_given_back(make_engine):

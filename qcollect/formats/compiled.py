@@ -29,9 +29,11 @@ import torch
 from torch import Tensor
 
 from qcollect import paths
-from qcollect.formats import blocks, compiled_graph, elements, random, records, scales
+from qcollect.formats import blocks, compiled_graph, elements, random_compiled, records, scales
+from qcollect.formats.c_function import processor
 from qcollect.formats.compiled_graph import MAX_EXPONENT, Quantize, Variant, example
 from qcollect.formats.eager import Choices
+from qcollect.formats.random_compiled import fill_fractions
 from qcollect.formats.scales import tensor_decode
 
 MIN_ELEMENTS = 1 << 12  # a call takes about 0.1 ms at least, the steps of plain torch about 0.3 ms
@@ -73,6 +75,8 @@ def prepare(
         for dtype in dtypes
         for is_last in ((True, False) if isinstance(entry.block_size, int) else (True,))
     )
+    if any(variant.rounding == "stochastic" for variant in wanted):
+        random_compiled.prepare()
     try:
         for variant in wanted:
             if variant not in _kernels:
@@ -105,20 +109,25 @@ def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with
     has_encode = encode is not None
     kernel = _kernels[_variant(choices, x.dtype, is_last=_inner(x, choices) == 1, has_encode=has_encode)]
     scales = (encode, _restore(choices, encode, with_tensor_scale=with_tensor_scale))
-    places = _places(x, choices) if choices.rounding == "stochastic" else (None, None, None)
     source = x.detach()
     if not source.is_contiguous():
         source = out.copy_(source)
     sizes = _sizes(source, choices)
     filled = [-(-length // sizes.get(dim, 1)) * sizes.get(dim, 1) for dim, length in enumerate(source.shape)]
-    target = out
+    target, seed = out, choices.seed if choices.rounding == "stochastic" else None
+    draws = None
     if filled != list(source.shape):
+        inside = tuple(slice(0, length) for length in source.shape)
         target = source.new_zeros(filled)
-        target[tuple(slice(0, length) for length in source.shape)].copy_(source)
+        target[inside].copy_(source)
+        if seed is not None:
+            draws = target.new_zeros(filled, dtype=torch.float32)
+            draws[inside] = fill_fractions(torch.empty(source.shape, device="cpu"), seed, 0)
+            draws = _as_blocks(draws, choices)
         source = target
-    _run_parts(kernel, _as_blocks(source, choices), _as_blocks(target, choices), scales, places)
+    _run_parts(kernel, _as_blocks(source, choices), _as_blocks(target, choices), scales, seed, draws)
     if target is not out:
-        out.copy_(target[tuple(slice(0, length) for length in out.shape)])
+        out.copy_(target[inside])
 
 
 def _run_parts(
@@ -126,15 +135,25 @@ def _run_parts(
     x: Tensor,
     out: Tensor,
     scales: tuple[Tensor | None, Tensor | None],
-    places: tuple[Tensor | None, Tensor | None, Tensor | None],
+    seed: int | None,
+    draws: Tensor | None,
 ) -> None:
-    """One call for each part of the blocks; one for all without blocks, where memory is read once."""
-    seed, starts, stride = places
+    """One call for each part of the blocks; one for all without blocks, where memory is read once.
+
+    Args:
+        seed: of what is drawn; None: nothing is.
+        draws: of ``x``; None: the elements' places are those in ``x``.
+    """
     length = x.shape[0]
-    step = length if x.dim() == 1 else max(1, _PART_ELEMENTS * length // x.numel())
+    is_whole = x.dim() == 1 and seed is None
+    step = length if is_whole else max(1, _PART_ELEMENTS * length // x.numel())
+    drawn = torch.empty((step, *x.shape[1:]), device="cpu") if seed is not None and draws is None else None
     for first in range(0, length, step):
         part = slice(first, first + step)
-        kernel(x[part], out[part], *scales, seed, None if starts is None else starts[part], stride)
+        values, found = x[part], None if draws is None else draws[part]
+        if drawn is not None and seed is not None:
+            found = fill_fractions(drawn[: values.shape[0]], seed, first * prod(x.shape[1:]))
+        kernel(values, out[part], *scales, found)
 
 
 def _restore(choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool) -> Tensor | None:
@@ -144,20 +163,6 @@ def _restore(choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool
     if not with_tensor_scale:
         return torch.ones_like(encode)
     return encode if choices.block_size is None else tensor_decode(encode)
-
-
-def _places(x: Tensor, choices: Choices) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What draws follow from: the seed; where in ``x`` each part along the first dimension of ``_as_blocks`` begins,
-    and how many places the second dimension steps on (None without blocks).
-    """
-    seed = torch.tensor(choices.seed)
-    sizes = _sizes(x, choices)
-    if not sizes:
-        return seed, None, None
-    axis = min(sizes)
-    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
-    starts = torch.arange(outer).mul_(length)[:, None] + torch.arange(0, length, sizes[axis])
-    return seed, starts.mul_(inner).view(-1), torch.tensor(inner)
 
 
 def _sizes(x: Tensor, choices: Choices) -> dict[int, int]:
@@ -277,16 +282,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _digest(variant: Variant) -> str:
     """Names all that a library follows from: the variant, the code it was traced from, torch, and the processor."""
-    traced = (blocks, compiled_graph, elements, random, records, scales)
+    traced = (blocks, compiled_graph, elements, records, scales)
     parts = [repr(variant), torch.__version__, platform.machine(), processor()]
     parts += [inspect.getsource(part) for part in (*traced, _compile)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def processor() -> str:
-    """What code compiled for this processor may use: a home folder is often shared by unlike machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

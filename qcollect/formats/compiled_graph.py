@@ -1,14 +1,15 @@
 """What torch's compiler is given for quantization on the CPU: the graph of a variant, in the bits of ``eager``.
 
 What inductor makes of one is three loop nests: the abs max of every block, the scales of all blocks, and the rounding,
-which writes to ``out`` and to nothing else. Scales and random numbers are computed by the functions that ``eager``
-uses. Rounding is written anew, since inductor has no vector instruction for looking at a float's bits: the power of two
-below a number comes from four float operations (``_leading_power``), and adding and subtracting a large number rounds.
+which writes to ``out`` and to nothing else. Scales are computed by the functions that ``eager`` uses, random numbers
+come from outside. Rounding is written anew, since inductor has no vector instruction for looking at a float's bits: the
+power of two below a number comes from four float operations (``_leading_power``), and adding and subtracting a large
+number rounds.
 """
 
 from dataclasses import dataclass
 from functools import reduce
-from math import gcd, inf, prod
+from math import gcd, inf
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from qcollect.formats.elements import (
     magnitude_bits,
     round_to_element_,
 )
-from qcollect.formats.random import random_fractions
 from qcollect.formats.records import Element, QuantType, Rounding, ScaleRule
 from qcollect.formats.scales import ROUND_TO, block_scales
 
@@ -76,14 +76,10 @@ def example(variant: Variant) -> tuple[tuple[Tensor | None, ...], tuple[dict[int
     # two of everything: one handed in twice would be taken for one argument
     x, out = torch.empty(shape, dtype=variant.dtype), torch.empty(shape, dtype=variant.dtype)
     encode, restore = (torch.ones(()), torch.ones(())) if variant.has_encode else (None, None)
-    seed = starts = stride = None
-    if variant.rounding == "stochastic":
-        seed = torch.tensor(0)
-        if size is not None:
-            starts, stride = torch.zeros(shape[:1], dtype=torch.int64), torch.tensor(1)
-    arguments = (x, out, encode, restore, seed, starts, stride)
+    draws = torch.empty(shape) if variant.rounding == "stochastic" else None
+    arguments = (x, out, encode, restore, draws)
     blocked: dict[int, object] = dict.fromkeys(range(0, len(shape), 2), torch.export.Dim.AUTO)
-    sizes: tuple[dict[int, object], ...] = (blocked, blocked, {}, {}, {}, {0: torch.export.Dim.AUTO}, {})
+    sizes: tuple[dict[int, object], ...] = (blocked, blocked, {}, {}, blocked)
     return arguments, tuple(
         None if argument is None else found for argument, found in zip(arguments, sizes, strict=True)
     )
@@ -107,13 +103,10 @@ class Quantize(nn.Module):
         out: Tensor,
         encode: Tensor | None,
         restore: Tensor | None,
-        seed: Tensor | None,
-        starts: Tensor | None,
-        stride: Tensor | None,
+        draws: Tensor | None,
     ) -> tuple[Tensor, ...]:
         entry, variant = self.variant.quant_type, self.variant
         values = x.to(torch.float32)
-        draws = None if seed is None else random_fractions(seed, _places_of(x, starts, stride))
         if variant.block_size is None:
             values = self._round(values if encode is None else values * encode, draws)
             out.copy_(values if restore is None else values / restore)
@@ -160,15 +153,6 @@ class Quantize(nn.Module):
             rounded = round_to_element_(values.clone(), element, variant.rounding, source=variant.source)
             return limit_(rounded, element, saturate=saturate)
         return _rounded(values, element, variant.rounding, draws, saturate=saturate)
-
-
-def _places_of(x: Tensor, starts: Tensor | None, stride: Tensor | None) -> Tensor:
-    """The place of every element in the tensor that was cut into blocks, int64 (see ``_places``)."""
-    if starts is None or stride is None:
-        return torch.arange(x.numel())
-    inside = torch.arange(prod(x.shape[2:])).view(x.shape[2:])
-    steps = (torch.arange(x.shape[1]) * stride).view(-1, *(1 for _ in inside.shape))
-    return starts.view(-1, *(1 for _ in steps.shape)) + steps + inside
 
 
 def _micro_powers(maxima: Tensor, entry: QuantType) -> Tensor:

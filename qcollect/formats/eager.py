@@ -111,9 +111,9 @@ def round_values(scaled: Scaled, x: Tensor, choices: Choices) -> None:
     random = None
     if choices.rounding == "stochastic":
         # by place in x, not in its filled-up copy
-        index = torch.arange(x.numel(), device=x.device).view(x.shape if x.dim() else (1,))
+        draws = random_fractions(choices.seed, x.numel(), device=x.device).view(x.shape if x.dim() else (1,))
         random = torch.zeros_like(scaled.blocks.values)
-        random[tuple(slice(0, length) for length in index.shape)] = random_fractions(choices.seed, index)
+        random[tuple(slice(0, length) for length in draws.shape)] = draws
         random = random.view(scaled.blocks.view.shape)
     round_to_element_(scaled.blocks.view, element, choices.rounding, source=choices.source, random=random)
 

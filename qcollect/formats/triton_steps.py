@@ -59,13 +59,15 @@ def _narrowed(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def _random_fractions(places, seed_low, seed_high):
-    """Uniform in [0, 1) for each place: float32, multiples of 2^-24."""
-    index = places.to(tl.int64)
-    low = index.to(tl.uint32)
-    high = (index >> 32).to(tl.uint32)
-    zero = tl.zeros_like(low)
+    """Uniform in [0, 1) for each place: float32, multiples of 2^-24 (``random.random_fractions``)."""
+    group = places.to(tl.int64) >> 6
+    low = group.to(tl.uint32)
+    high = (group >> 32).to(tl.uint32)
+    lane = (places & 15).to(tl.uint32)
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
-    word, _, _, _ = tl.philox(seed, low, high, zero, zero)
+    first, second, third, fourth = tl.philox(seed, low, high, lane, tl.zeros_like(low))
+    which = (places >> 4) & 3
+    word = tl.where(which < 2, tl.where(which == 0, first, second), tl.where(which == 2, third, fourth))
     return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 

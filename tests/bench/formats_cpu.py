@@ -26,11 +26,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 NUM_INPUTS = 6
 TYPES = ("mxfp8", "mxfp4", "hifp8", "nvfp4", "fp8_e4m3", "hif4", "bf16")
-# Beside each type as it is: (type, settings), along the last axis.
-OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("mxfp8", {"block_size": (32, 32)}),
-    ("nvfp4", {"block_size": (16, 16)}),
-    ("mxfp8", {"rounding": "stochastic", "seed": 1}),
+STOCHASTIC = {"rounding": "stochastic", "seed": 1}
+# Beside each type as it is: (type, axis, settings).
+OTHERS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("mxfp8", -1, {"block_size": (32, 32)}),
+    ("nvfp4", -1, {"block_size": (16, 16)}),
+    *((name, axis, STOCHASTIC) for name in ("mxfp8", "mxfp4", "hifp8", "nvfp4") for axis in (-1, 0)),
 )
 SLOW_STEPS = "stochastic"  # in plain torch: seconds, which are not waited for in every round
 # What the libraries call the elements of the types they have.
@@ -86,7 +87,7 @@ def main() -> None:
 
 def cases(arguments: argparse.Namespace) -> list[tuple[str, int, dict[str, Any]]]:
     plain: list[tuple[str, int, dict[str, Any]]] = [(name, axis, {}) for name in arguments.types for axis in (-1, 0)]
-    return plain + [(name, -1, settings) for name, settings in OTHERS if name in arguments.types]
+    return plain + [case for case in OTHERS if case[0] in arguments.types]
 
 
 def parse() -> argparse.Namespace:

@@ -242,9 +242,16 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def draws(seed: int, shape: tuple[int, ...]) -> Doubles:
-    """What each element of a tensor draws: the first 24 bits of the word at its place, over 2^24."""
+    """What each element of a tensor draws: the first 24 bits of its word, over 2^24.
+
+    Of 64 elements each the first 16 have the first words of 16 counters, the next 16 the second words, and so on.
+    """
     key = (seed & 0xFFFFFFFF, seed >> 32)
-    words = [philox((place & 0xFFFFFFFF, place >> 32, 0, 0), key)[0] for place in range(int(np.prod(shape)))]
+    words: list[int] = []
+    for group in range(-(-int(np.prod(shape)) // 64)):
+        of_lanes = [philox((group & 0xFFFFFFFF, group >> 32, lane, 0), key) for lane in range(16)]
+        words += [of_lane[word] for word in range(4) for of_lane in of_lanes]
+    words = words[: int(np.prod(shape))]
     return (np.array(words, dtype=np.uint64) >> np.uint64(8)).astype(np.float64).reshape(shape) / 2.0**24
 
 

@@ -1,9 +1,14 @@
 """Random numbers by seed and place: the published generator, and nothing else that they depend on."""
 
+import platform
+import shutil
+
 import pytest
 import torch
 from format_inputs import normal
 
+from qcollect.formats import random_compiled
+from qcollect.formats.c_function import FLAGS, CFunction
 from qcollect.formats.catalog import E4M3, QUANT_TYPES
 from qcollect.formats.checks import DTYPES
 from qcollect.formats.elements import round_to_element_
@@ -44,24 +49,70 @@ def test_bits_use_all_of_seed_and_place() -> None:
 
 
 def test_fractions_are_whole_numbers_of_2_to_the_24() -> None:
-    fractions = random_fractions(3, torch.arange(NUM))
+    fractions = random_fractions(3, NUM)
     assert fractions.dtype == torch.float32
     assert (fractions >= 0).all() and (fractions < 1).all()
     assert torch.equal(fractions * 2**24, (fractions * 2**24).round())
-    words = random_bits(3, torch.arange(NUM))
-    assert torch.equal((fractions.double() * 2**24).long(), words >> 8)
+    assert len(fractions.unique()) > NUM * (1 - NUM / 2**25) - 100
+
+
+@pytest.mark.parametrize("first", [0, 1, 16, 63, 64, 1000, (1 << 38) - 10, (1 << 40) + 7, (1 << 62) + 5])
+@pytest.mark.parametrize("num", [0, 1, 15, 63, 64, 65, 1000])
+def test_fractions_do_not_depend_on_where_a_part_begins(first: int, num: int) -> None:
+    around = random_fractions(9, num + 130, first=max(first - 65, 0))
+    start = min(first, 65)
+    assert torch.equal(random_fractions(9, num, first=first), around[start : start + num])
+
+
+@pytest.mark.parametrize(
+    ("flags", "wishes"),
+    [
+        (FLAGS, ("-fopenmp",)),
+        (FLAGS, ("-no-such-flag",)),
+        ((*FLAGS, "-mno-avx2"), ()),
+        ((*FLAGS, "-mno-avx2", "-O0"), ()),
+    ],
+    ids=str,
+)
+def test_compiled_fractions_are_those_of_torch(
+    flags: tuple[str, ...], wishes: tuple[str, ...], tmp_path, monkeypatch
+) -> None:
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no C compiler")
+    if len(flags) > len(FLAGS) and platform.machine() != "x86_64":
+        pytest.skip("not a processor with AVX2")
+    monkeypatch.setenv("QCOLLECT_CACHE_DIR", str(tmp_path))
+    function = random_compiled._FUNCTION
+    fresh = CFunction(function.source, function.name, function.argument_types, flags=flags, wishes=wishes)
+    monkeypatch.setattr(random_compiled, "_FUNCTION", fresh)
+    assert random_compiled.prepare() == (True, "")
+    for seed in (0, 1, 12345, (1 << 63) - 1):
+        for first in (0, 1, 63, 64, (1 << 32) - 1, (1 << 38) - 70, (1 << 40) + 7, (1 << 62) + 5):
+            for num in (0, 1, 64, 65, 1000, 100_003):
+                out = torch.full((num + 1,), -1.0)
+                random_compiled.fill_fractions(out[:num], seed, first)
+                assert torch.equal(out[:num], random_fractions(seed, num, first=first)), (seed, first, num)
+                assert out[num] == -1.0
+
+
+def test_without_a_compiler_fractions_are_those_of_torch(monkeypatch) -> None:
+    monkeypatch.setattr(random_compiled._FUNCTION, "call", None)
+    out = torch.empty(3, 50)
+    assert random_compiled.fill_fractions(out, 7, 11) is not None
+    assert torch.equal(out.view(-1), random_fractions(7, 150, first=11))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345, (1 << 63) - 1])
 def test_fractions_are_uniform(seed: int) -> None:
-    fractions = random_fractions(seed, torch.arange(NUM)).double()
+    fractions = random_fractions(seed, NUM).double()
     assert abs(fractions.mean().item() - 0.5) < 5 * (1 / 12 / NUM) ** 0.5
     counts = torch.histc(fractions.float(), 100, 0, 1)
     expected = NUM / 100
     chi_squared = ((counts - expected) ** 2 / expected).sum().item()
     assert chi_squared < 99 + 5 * (2 * 99) ** 0.5
-    neighbours = ((fractions[1:] - 0.5) * (fractions[:-1] - 0.5)).mean().item()
-    assert abs(neighbours) < 5 / 12 / NUM**0.5
+    for step in (1, 16, 32, 64):  # neighbours, and words of one counter
+        together = ((fractions[step:] - 0.5) * (fractions[:-step] - 0.5)).mean().item()
+        assert abs(together) < 5 / 12 / NUM**0.5, step
 
 
 def test_signs_are_balanced_and_belong_to_the_seed() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qcollect.formats.c_function import FLAGS, CFunction
 from qcollect.paths import cache_dir
 from qcollect.store import summary as summary_module
 from qcollect.store import summary_compiled, summary_cpu
@@ -30,10 +31,15 @@ has_compiler = pytest.mark.skipif(
 )
 
 
+def not_asked_for(flags: tuple[str, ...] = FLAGS) -> CFunction:
+    known = summary_compiled._FUNCTION
+    return CFunction(known.source, known.name, known.argument_types, flags=flags)
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of libraries, empty, of a process that has not asked for one."""
-    monkeypatch.setattr(summary_compiled, "_loaded", summary_compiled._Loaded())
+    monkeypatch.setattr(summary_compiled, "_FUNCTION", not_asked_for())
     monkeypatch.setenv("QCOLLECT_CACHE_DIR", str(tmp_path))
     return tmp_path / "compiled"
 
@@ -100,8 +106,8 @@ def test_bits_do_not_depend_on_the_processors_instructions(
     tensors = [gpu.special(10_007, dtype, kind) for dtype in WORDS for kind in gpu.KINDS]
     expected = [compiled(x) for x in tensors]
     for number, flags in enumerate((["-O0", "-ffp-contract=off"], ["-O2", "-ffp-contract=off"])):
-        monkeypatch.setattr(summary_compiled, "_FLAGS", ("-std=gnu11", *flags, "-fPIC", "-shared"))
-        monkeypatch.setattr(summary_compiled, "_loaded", summary_compiled._Loaded())
+        function = not_asked_for(("-std=gnu11", *flags, "-fPIC", "-shared"))
+        monkeypatch.setattr(summary_compiled, "_FUNCTION", function)
         monkeypatch.setenv("QCOLLECT_CACHE_DIR", str(tmp_path / str(number)))
         assert all(torch.equal(compiled(x), found) for x, found in zip(tensors, expected, strict=True))
 

@@ -109,13 +109,14 @@ def operand_text(
 
     Args:
         metadata, info: as above.
-        consumer: the gemm's entry in ``consumers``.
+        consumer: the gemm's entry in ``consumers``; of ``USE_FIELDS`` nothing is read.
         quant_types: that were measured.
     """
     use = {name: value for name, value in consumer.items() if name not in USE_FIELDS}
     errors = ", ".join(f"{_escaped(json.dumps(name))}: {{{_blanks(ERRORS)}}}" for name in quant_types)
+    static = _static(metadata, without=("consumers",))
     return (
-        f'{_HEAD}{_static(metadata)}, "consumers": [{{{_escaped(_members(use))}, {_blanks(USE_FIELDS)}}}]}}, '
+        f'{_HEAD}{static}, "consumers": [{{{_escaped(_members(use))}, {_blanks(USE_FIELDS)}}}]}}, '
         f'"tensor_info": {{{_escaped(_members(info))}}}, "errors": {{{errors}}}}}\n'
     )
 
@@ -144,10 +145,9 @@ def operand_line(
     return template.text % (moment, *use, *_nulls(numbers))
 
 
-def _static(metadata: dict[str, Any]) -> str:
-    """What a site's metadata are in every micro-batch; a consumer stands apart."""
-    has_consumer = bool(metadata["consumers"])
-    left_out = (*MOMENT_FIELDS, "consumers") if has_consumer else MOMENT_FIELDS
+def _static(metadata: dict[str, Any], without: tuple[str, ...] = ()) -> str:
+    """What a site's metadata are in every micro-batch."""
+    left_out = (*MOMENT_FIELDS, *without)
     return _escaped(_members({name: value for name, value in metadata.items() if name not in left_out}))
 
 

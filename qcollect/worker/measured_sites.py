@@ -203,7 +203,7 @@ class MeasuredSites:
         others = [(name, shadow) for name, shadow in shadows if name not in own]
         names = (*own, *(name for name, _ in others))
         consumer = use.describe(torch.zeros((), dtype=torch.int64))
-        metadata = self._metadata(claim, sharding, consumers=[consumer])
+        metadata = self._metadata(claim, sharding)
         prepared: list[PreparedCount | None] = [None] * (1 + len(others))
         if x.device == self.device and sharding is None:
             prepared = [
@@ -248,12 +248,10 @@ class MeasuredSites:
             with_other = prepare_both(use.under(shadow), use.under(other), with_values=False)
         return Shadow(shadow, prepared, is_shared or with_other is not None, other, with_other)
 
-    def _metadata(
-        self, claim: Claim, sharding: dict[str, Any] | None, consumers: Sequence[dict[str, Any]] = ()
-    ) -> dict[str, Any]:
+    def _metadata(self, claim: Claim, sharding: dict[str, Any] | None) -> dict[str, Any]:
+        """Without consumers: what is said of one may still be on a device."""
         seen = self._observer.observe(claim, sharding=sharding)
-        packed = {**NOT_STORED, "consumers": consumers}
-        return describe_capture(seen, self._saver.run_id, self._saver.device, self._saver.clock(), packed)
+        return describe_capture(seen, self._saver.run_id, self._saver.device, self._saver.clock(), NOT_STORED)
 
 
 def _describe(tensor: torch.Tensor, *, requires_grad: bool, is_leaf: bool) -> dict[str, Any]:

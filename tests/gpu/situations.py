@@ -1,4 +1,5 @@
-"""Captures of tensors on one CUDA device, in what the other scripts here leave out: forms of storage, FSDP1, triggers.
+"""Captures on one CUDA device, in what the other scripts here leave out: forms of storage, FSDP1, triggers, and whether
+the training thread ever waits for the device.
 
 python tests/gpu/situations.py                 about half a minute
 python tests/gpu/situations.py --device cpu    only to try the script
@@ -8,10 +9,13 @@ import argparse
 import os
 import sys
 import tempfile
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -30,20 +34,33 @@ NUM_CAPTURES = 600  # of two iterations, originals and quantized copies
 
 
 def train(
-    device: str, out_dir: Path, wrap: Callable[[Any], Any] = lambda model: model, **settings: Any
+    device: str,
+    out_dir: Path,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    *,
+    quant_type: str = "mxfp8",
+    watch: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **settings: Any,
 ) -> dict[Any, Capture]:
-    """What two steps from the same weights on the same tokens leave, by key."""
+    """What two steps from the same weights on the same tokens leave, by key.
+
+    Args:
+        watch: around every forward and backward.
+        settings: of ``collect``; None: left out.
+    """
     torch.manual_seed(0)
     model = wrap(build_model(load_recipe("tiny").model, device=device, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(0, 256, (2, 96), generator=torch.Generator().manual_seed(1)).to(device)
     settings = {"target": NUM_CAPTURES, "iterations": [0, 1], "num_iterations": 2, "values": "both"} | settings
+    settings = {name: value for name, value in settings.items() if value is not None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with qcollect.collect(model, "mxfp8", out_dir, **settings) as run:
+        with qcollect.collect(model, quant_type, out_dir, **settings) as run:
             for iteration in range(4):
-                loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
+                with watch():
+                    loss = model(input_ids=tokens, labels=tokens).loss
+                    loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if run.step(loss=float("nan") if iteration == 1 else float(loss)):
@@ -97,10 +114,47 @@ def check_trigger(device: str, folder: Path) -> str:
     return f"{len(found)} captures, {event}"
 
 
+@contextmanager
+def refuse_to_wait() -> Iterator[None]:
+    """Whatever torch waits for the device in is an error, in any thread; transformers may not look at positions."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None):
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check_no_waiting(device: str, folder: Path) -> str:
+    """Forward and backward of captured iterations, the first included, run without a wait."""
+    watch = refuse_to_wait if device == "cuda" else nullcontext
+    if device == "cuda":
+        with watch(), suppress(RuntimeError):
+            torch.ones(1, device=device).item()
+            raise AssertionError("a wait goes unseen")
+    stats: dict[str, Any] = {"mode": "stats", "target": None, "values": None}
+    cases: dict[str, dict[str, Any]] = {
+        "files": {},
+        "nvfp4": {"quant_type": "nvfp4"},
+        "fp8": {"quant_type": "fp8_e4m3"},
+        "codes": {"storage": "codes", "scales": True},
+        "dedupe": {"dedupe": True, "compress": "zstd"},
+        "stats": {**stats, "shadow": ["mxfp4", "hifp8", "nvfp4"]},
+        "stats nvfp4": {**stats, "quant_type": "nvfp4"},
+    }
+    nums = {
+        name: len(train(device, folder / f"wait-{name}", watch=watch, **settings)) for name, settings in cases.items()
+    }
+    assert min(nums.values()) > 0, nums
+    return ", ".join(f"{num} {name}" for name, num in nums.items())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    device = parser.parse_args().device
+    parser.add_argument("--only", action="append", help="the name of a check, as it is printed; may be repeated")
+    arguments = parser.parse_args()
+    device = arguments.device
     if device == "cuda" and not torch.cuda.is_available():
         print("SKIP: torch sees no CUDA device")
         return 77
@@ -115,13 +169,17 @@ def main() -> int:
             "dedupe": lambda: check_storage(device, folder, "dedupe", dedupe=True),
             "FSDP1": lambda: check_fsdp1(device, folder),
             "trigger": lambda: check_trigger(device, folder),
+            "no waiting": lambda: check_no_waiting(device, folder),
         }
         for title, check in checks.items():
+            if arguments.only and title not in arguments.only:
+                continue
             try:
                 print(f"ok    {title}: {check()}", flush=True)
             except Exception as error:
                 failed += 1
                 print(f"FAIL  {title}: {type(error).__name__}: {error}", flush=True)
+                traceback.print_exc()
     return int(failed > 0)
 
 

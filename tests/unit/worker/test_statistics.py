@@ -1,6 +1,9 @@
 """Capture mode stats: the numbers of mode tensors without its files, and further types beside, training untouched."""
 
 import json
+import os
+import threading
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -181,6 +184,25 @@ def test_every_micro_batch_and_iteration_is_taken(train, tmp_path):
     assert run.sink.counts.num_written == len(keys)
     hashes = {c.metadata["token_hash"] for c in qcollect.open_run(tmp_path / "run")}
     assert len(hashes) == 6
+
+
+@pytest.mark.parametrize("quant_type", ["mxfp8", "nvfp4", "fp8_e4m3", "hifp8"])
+def test_training_asks_no_tensor_for_its_numbers(train, tmp_path, monkeypatch, quant_type):
+    """On a device it would wait for them; the losses are asked for by the test itself."""
+    waited = []
+    for name in ("tolist", "__float__", "__int__", "__bool__"):
+        asked = getattr(torch.Tensor, name)
+
+        def watched(tensor, asked=asked):
+            frames = traceback.extract_stack()
+            if threading.current_thread() is threading.main_thread() and tensor.is_floating_point():
+                waited.extend(frame for frame in frames[:-1] if f"{os.sep}qcollect{os.sep}worker" in frame.filename)
+            return asked(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, watched)
+    _, run = train(tmp_path, quant_type, mode="stats", shadow=["mxfp4", "nvfp4", "fp8_e5m2"])
+    assert run.num_captured > 0
+    assert not waited
 
 
 def test_q_k_and_v_share_the_measurement_of_their_input(train, tmp_path, monkeypatch):

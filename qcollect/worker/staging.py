@@ -121,8 +121,8 @@ class Stager:
         arena: for values. Where it is not shared with another process, those on a device are copied at once.
         ship: gets captures whose values are on their way.
         wait: returns when something was released (``release``); False: nothing that is shipped is still to be.
-        buffer_bytes, max_buffers: of the memory that is taken on each device; a value that is larger than a buffer has
-            one of its own, and the next such value waits for it.
+        buffer_bytes, max_buffers: of the memory that is taken on each device; values that are larger than a buffer have
+            one more, as large as the largest, which the device waits for, too.
     """
 
     def __init__(
@@ -411,10 +411,8 @@ class _Lane:
         if buffer is None:
             return
         buffer.arrived = event
-        if buffer.num_bytes == self._buffer_bytes:
+        if buffer is not self._oversized:
             self._sent.append(buffer)
-        else:
-            self._oversized = buffer
 
     def _take_numbers(self, consumers: Sequence[dict[str, Any]]) -> tuple[Number, ...]:
         """Have each 0-dim tensor among what is said of consumers sent."""
@@ -479,10 +477,13 @@ class _Lane:
 
     def _next_buffer(self, num_bytes: int) -> _Buffer:
         if num_bytes > self._buffer_bytes:
-            if self._oversized is not None and self._oversized.arrived is not None:
-                self._oversized.arrived.synchronize()
-            self._oversized = None
-            return _Buffer(self._device, num_bytes)
+            last = self._oversized
+            if last is not None and last.num_bytes >= num_bytes:
+                return last
+            if last is not None and last.arrived is not None:
+                self._under_way.append((last.arrived, last))  # what is in it is still read
+            self._oversized = _Buffer(self._device, num_bytes)
+            return self._oversized
         if self._sent and (len(self._sent) == self._max_buffers or _is_over(self._sent[0].arrived)):
             return self._sent.popleft()
         return _Buffer(self._device, self._buffer_bytes)

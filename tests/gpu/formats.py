@@ -449,7 +449,7 @@ def assert_values(y: Tensor, expected: Tensor, what: str) -> None:
 def check_patterns(device: str, num_patterns: int) -> str:
     """Random bit patterns, all NaN and Inf included, in every dtype: the first rule and rounding, and stochastic."""
     generator = torch.Generator().manual_seed(3)
-    rows = num_patterns // 1024
+    rows = -(-num_patterns // 1024)
     words = torch.randint(-(1 << 31), 1 << 31, (rows * 1024,), generator=generator).to(torch.int32)
     # exponents around each other, so that not all of a block but one is zero
     near = (words & ~0x7C000000 | 0x3C000000).view(torch.float32).view(rows, 1024)

@@ -10,7 +10,8 @@ a new shape nor autocast, grad mode or a number of threads compiles anything aga
 
 Inductor compiles the graph (``compiled_graph``) without contraction, reassociation and flushing to zero: every
 operation is rounded as in ``eager``. A tensor goes through part by part, so that the second sweep finds in the
-processor's cache what the first one read.
+processor's cache what the first one read. What is drawn for stochastic rounding is made beside, part by part
+(``random_compiled``).
 """
 
 import hashlib

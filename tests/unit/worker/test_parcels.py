@@ -274,10 +274,9 @@ def test_scales_come_along_whatever_part_of_the_memory_the_value_takes(make_engi
     assert engine.stager.arena._free == [(0, 8192)]
 
 
-@pytest.mark.parametrize("host_memory_bytes", [8192, 1 << 20])
-@pytest.mark.parametrize("num_elements", [10, 900, 1800])
+@pytest.mark.parametrize(("num_elements", "host_memory_bytes"), [(10, 1 << 20), (900, 8192), (1800, 8192)])
 def test_tokens_are_hashed_by_who_writes_whatever_part_of_the_memory_they_take(
-    make_engine, host_memory_bytes, num_elements
+    make_engine, num_elements, host_memory_bytes
 ):
     engine = make_engine(host_memory_bytes=host_memory_bytes)
     tokens = [torch.arange(5 * i) for i in range(3)]  # those of an empty batch too

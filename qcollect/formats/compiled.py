@@ -115,18 +115,19 @@ def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with
         source = out.copy_(source)
     sizes = _sizes(source, choices)
     filled = [-(-length // sizes.get(dim, 1)) * sizes.get(dim, 1) for dim, length in enumerate(source.shape)]
-    target, seed = out, choices.seed if choices.rounding == "stochastic" else None
-    draws = None
+    target, draws = out, None
+    if choices.rounding == "stochastic":
+        draws = _Draws(choices.seed)
     if filled != list(source.shape):
         inside = tuple(slice(0, length) for length in source.shape)
         target = source.new_zeros(filled)
         target[inside].copy_(source)
-        if seed is not None:
-            draws = target.new_zeros(filled, dtype=torch.float32)
-            draws[inside] = fill_fractions(torch.empty(source.shape, device="cpu"), seed, 0)
-            draws = _as_blocks(draws, choices)
+        if draws is not None:  # by place in the tensor, not in its filled-up copy
+            drawn = target.new_zeros(filled, dtype=torch.float32)
+            drawn[inside] = fill_fractions(torch.empty(source.shape, device="cpu"), choices.seed, 0)
+            draws.of_all = _as_blocks(drawn, choices)
         source = target
-    _run_parts(kernel, _as_blocks(source, choices), _as_blocks(target, choices), scales, seed, draws)
+    _run_parts(kernel, _as_blocks(source, choices), _as_blocks(target, choices), scales, draws)
     if target is not out:
         out.copy_(target[inside])
 
@@ -136,25 +137,35 @@ def _run_parts(
     x: Tensor,
     out: Tensor,
     scales: tuple[Tensor | None, Tensor | None],
-    seed: int | None,
-    draws: Tensor | None,
+    draws: "_Draws | None",
 ) -> None:
-    """One call for each part of the blocks; one for all without blocks, where memory is read once.
-
-    Args:
-        seed: of what is drawn; None: nothing is.
-        draws: of ``x``; None: the elements' places are those in ``x``.
-    """
+    """One call for each part of the blocks; one for all where memory is read once: without blocks and draws."""
     length = x.shape[0]
-    is_whole = x.dim() == 1 and seed is None
-    step = length if is_whole else max(1, _PART_ELEMENTS * length // x.numel())
-    drawn = torch.empty((step, *x.shape[1:]), device="cpu") if seed is not None and draws is None else None
+    step = length if x.dim() == 1 and draws is None else max(1, _PART_ELEMENTS * length // x.numel())
     for first in range(0, length, step):
-        part = slice(first, first + step)
-        values, found = x[part], None if draws is None else draws[part]
-        if drawn is not None and seed is not None:
-            found = fill_fractions(drawn[: values.shape[0]], seed, first * prod(x.shape[1:]))
-        kernel(values, out[part], *scales, found)
+        part = slice(first, min(first + step, length))
+        kernel(x[part], out[part], *scales, None if draws is None else draws.of(part, x.shape))
+
+
+class _Draws:
+    """What the blocks of a tensor draw, part by part.
+
+    ``of_all`` has it where elements' places are not those in the memory of the blocks.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.of_all: Tensor | None = None
+        self._seed = seed
+        self._memory: Tensor | None = None  # of the first part, which is the largest
+
+    def of(self, part: slice, shape: torch.Size) -> Tensor:
+        """Of the part of all blocks, which have that shape; until the next is asked for."""
+        if self.of_all is not None:
+            return self.of_all[part]
+        num = part.stop - part.start
+        if self._memory is None:
+            self._memory = torch.empty((num, *shape[1:]), device="cpu")
+        return fill_fractions(self._memory[:num], self._seed, part.start * prod(shape[1:]))
 
 
 def _restore(choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool) -> Tensor | None:

@@ -42,17 +42,14 @@ def random_fractions(seed: int, num: int, *, first: int = 0, device: torch.devic
     lanes = torch.arange(_LANES, device=device).expand_as(groups)
     words = torch.stack(_philox(seed, (groups & _MASK, groups >> 32, lanes, torch.zeros_like(lanes))), dim=1)
     skipped = first % _GROUP
-    return _fractions(words.view(-1)[skipped : skipped + num])
+    bits = words.view(-1)[skipped : skipped + num] >> (32 - _FRACTION_BITS)
+    return bits.to(torch.float32) * 2.0**-_FRACTION_BITS
 
 
 def random_signs(seed: int, num: int, device: torch.device) -> Tensor:
     """``num`` times +1 or -1, float32."""
     bits = random_bits(seed, torch.arange(num, device=device))
     return 1.0 - 2.0 * (bits & 1).to(torch.float32)
-
-
-def _fractions(words: Tensor) -> Tensor:
-    return (words >> (32 - _FRACTION_BITS)).to(torch.float32) * 2.0**-_FRACTION_BITS
 
 
 def _philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

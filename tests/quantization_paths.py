@@ -45,7 +45,6 @@ def taking(path: str, cache_dir: Path) -> Iterator[list[Choices]]:
 
     with (
         mock.patch.object(backends, "find_run", find_run),
-        mock.patch.object(compiled, "MIN_ELEMENTS", 1),
         mock.patch.object(backends, "_has_kernels", lambda x: path == "interpreted" and x.numel() > 0),
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if path == "interpreted" else {}),
     ):

@@ -18,6 +18,8 @@ import hashlib
 import inspect
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -32,15 +34,15 @@ from torch import Tensor
 from qcollect import paths
 from qcollect.formats import blocks, compiled_graph, elements, random_compiled, records, scales
 from qcollect.formats.c_function import processor
-from qcollect.formats.compiled_graph import MAX_EXPONENT, Quantize, Variant, example
+from qcollect.formats.compiled_graph import LANES, MAX_EXPONENT, Quantize, Variant, example
 from qcollect.formats.eager import Choices
 from qcollect.formats.random_compiled import fill_fractions
 from qcollect.formats.scales import tensor_decode
 
-MIN_ELEMENTS = 1 << 12  # a call takes about 0.1 ms at least, the steps of plain torch about 0.3 ms
+_LOADING_TIMEOUT_S = 120
 _PART_ELEMENTS = 1 << 20  # of one call: few enough for a cache
 
-Kernel = Callable[..., object]
+Kernel = Callable[[list[Tensor]], object]  # takes the tensors out of the list
 
 _kernels: dict[Variant, Kernel] = {}
 
@@ -89,8 +91,10 @@ def prepare(
 
 
 def supports(x: Tensor, choices: Choices, *, has_encode: bool | None = None) -> bool:
-    """Whether ``run`` takes ``x`` and is worth it: on the CPU, not small, and its variant has been prepared."""
-    if x.device.type != "cpu" or x.numel() < MIN_ELEMENTS or not _has_variant(choices):
+    """Whether ``run`` takes ``x`` and is worth it: on the CPU, not empty, and its variant has been prepared."""
+    if x.device.type != "cpu" or x.numel() == 0 or not _has_variant(choices):
+        return False
+    if 1 < _inner(x, choices) < LANES:  # most of a copy would be what it is filled up with
         return False
     return _variant(choices, x.dtype, is_last=_inner(x, choices) == 1, has_encode=has_encode) in _kernels
 
@@ -98,8 +102,8 @@ def supports(x: Tensor, choices: Choices, *, has_encode: bool | None = None) -> 
 def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool) -> None:
     """Writes ``x`` quantized and dequantized to ``out``, the bits of ``eager``.
 
-    A tensor that is not dense is copied to ``out`` first; one with a short last block is filled up with zeros in a
-    copy, which changes no scale.
+    A tensor that is not dense is copied to ``out`` first; one with a short last block, or that no whole number of
+    vectors lies side by side in, is filled up with zeros in a copy, which changes no scale.
 
     Args:
         x: what ``supports`` says yes to, any strides.
@@ -113,23 +117,22 @@ def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with
     source = x.detach()
     if not source.is_contiguous():
         source = out.copy_(source)
-    sizes = _sizes(source, choices)
-    filled = [-(-length // sizes.get(dim, 1)) * sizes.get(dim, 1) for dim, length in enumerate(source.shape)]
-    target, draws = out, None
-    if choices.rounding == "stochastic":
-        draws = _Draws(choices.seed)
-    if filled != list(source.shape):
-        inside = tuple(slice(0, length) for length in source.shape)
+    shape, units = _dense_shape(source, choices)
+    filled = [-(-length // unit) * unit for length, unit in zip(shape, units, strict=True)]
+    source, target = source.view(shape), out.view(shape)
+    draws = _Draws(choices.seed) if choices.rounding == "stochastic" else None
+    if filled != shape:
+        inside = tuple(slice(0, length) for length in shape)
         target = source.new_zeros(filled)
         target[inside].copy_(source)
         if draws is not None:  # by place in the tensor, not in its filled-up copy
             drawn = target.new_zeros(filled, dtype=torch.float32)
-            drawn[inside] = fill_fractions(torch.empty(source.shape, device="cpu"), choices.seed, 0)
+            drawn[inside] = fill_fractions(torch.empty(shape, device="cpu"), choices.seed, 0)
             draws.of_all = _as_blocks(drawn, choices)
         source = target
     _run_parts(kernel, _as_blocks(source, choices), _as_blocks(target, choices), scales, draws)
-    if target is not out:
-        out.copy_(target[inside])
+    if filled != shape:
+        out.view(shape).copy_(target[inside])
 
 
 def _run_parts(
@@ -139,12 +142,13 @@ def _run_parts(
     scales: tuple[Tensor | None, Tensor | None],
     draws: "_Draws | None",
 ) -> None:
-    """One call for each part of the blocks; one for all where memory is read once: without blocks and draws."""
+    """One call for each part of the blocks."""
     length = x.shape[0]
-    step = length if x.dim() == 1 and draws is None else max(1, _PART_ELEMENTS * length // x.numel())
+    step = max(1, _PART_ELEMENTS * length // x.numel())
     for first in range(0, length, step):
         part = slice(first, min(first + step, length))
-        kernel(x[part], out[part], *scales, None if draws is None else draws.of(part, x.shape))
+        arguments = (x[part], out[part], *scales, None if draws is None else draws.of(part, x.shape))
+        kernel([argument for argument in arguments if argument is not None])
 
 
 class _Draws:
@@ -177,30 +181,36 @@ def _restore(choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool
     return encode if choices.block_size is None else tensor_decode(encode)
 
 
-def _sizes(x: Tensor, choices: Choices) -> dict[int, int]:
-    """How many elements a block has along which dimension; empty without blocks."""
-    size = choices.block_size
-    if size is None:
-        return {}
-    return {choices.axis: size} if isinstance(size, int) else {x.dim() - 2: size[0], x.dim() - 1: size[1]}
-
-
 def _inner(x: Tensor, choices: Choices) -> int:
     """How many elements of the dense ``x`` lie inside of the axis of its blocks; 1 without blocks and for tiles."""
     return prod(x.shape[choices.axis + 1 :]) if isinstance(choices.block_size, int) else 1
 
 
-def _as_blocks(x: Tensor, choices: Choices) -> Tensor:
-    """``x`` as (elements,) without blocks, (blocks, block size), (blocks, block size, inner), or for tiles
-    (tiles above each other, rows of a tile, tiles side by side, columns of a tile).
+def _dense_shape(x: Tensor, choices: Choices) -> tuple[list[int], list[int]]:
+    """The dense ``x`` as (elements,) without blocks, (outer, along the axis, inner), or for tiles (matrices, rows,
+    columns); and of how many elements along each of them there are only whole numbers in what is compiled.
     """
     size = choices.block_size
     if size is None:
-        return x.view(-1)
+        return [x.numel()], [LANES]
+    if not isinstance(size, int):
+        return [prod(x.shape[:-2]), *x.shape[-2:]], [1, *size]
+    inner = _inner(x, choices)
+    return [prod(x.shape[: choices.axis]), x.shape[choices.axis], inner], [1, size, 1 if inner == 1 else LANES]
+
+
+def _as_blocks(x: Tensor, choices: Choices) -> Tensor:
+    """What has a ``_dense_shape``, filled up, as (vectors, lanes) without blocks, (blocks, block size),
+    (blocks, block size, vectors side by side, lanes), or for tiles (tiles above each other, rows of a tile, tiles side
+    by side, columns of a tile).
+    """
+    size = choices.block_size
+    if size is None:
+        return x.view(-1, LANES)
     if not isinstance(size, int):
         return x.view(-1, size[0], x.shape[-1] // size[1], size[1])
-    inner = _inner(x, choices)
-    return x.view(-1, size) if inner == 1 else x.view(-1, size, inner)
+    inner = x.shape[-1]
+    return x.view(-1, size) if inner == 1 else x.view(-1, size, inner // LANES, LANES)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -251,7 +261,8 @@ def _load_or_compile(variant: Variant, folder: Path) -> Kernel:
 def _load(path: Path) -> Kernel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own
-        kernel: Kernel = torch._inductor.aoti_load_package(str(path))
+        package = torch._inductor.aoti_load_package(str(path))
+    kernel: Kernel = package.loader.boxed_run  # past what looks anew, at every call, how arguments are nested
     return kernel
 
 
@@ -276,9 +287,29 @@ def _compile(variant: Variant, path: Path) -> None:
                     "realize_opcount_threshold": 1 << 20,
                 },
             )
+        if not _kernels:
+            _prove_that_it_loads(name)
         Path(name).replace(path)  # another process sees all of it or nothing
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _prove_that_it_loads(package: str) -> None:
+    """Loads it in another process: where torch and the compiler do not fit each other, that may be the end of one."""
+    code = f"import torch; torch._inductor.aoti_load_package({package!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_LOADING_TIMEOUT_S,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:]
+        raise RuntimeError(
+            f"what torch compiled cannot be loaded (exit code {done.returncode}) {' '.join(said)}".strip()
+        )
 
 
 @contextmanager

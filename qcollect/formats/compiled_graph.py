@@ -27,7 +27,7 @@ from qcollect.formats.scales import ROUND_TO, block_scales
 
 MAX_EXPONENT = 64  # numbers below 2^64 stay finite when they are multiplied with 2^24
 _LARGEST = torch.finfo(torch.float32).max
-_LANES = 16  # float32 numbers in the widest vectors
+LANES = 16  # float32 numbers in the widest vectors; side by side wherever nothing else says how many are
 _ROWS_AHEAD = 8  # of a tensor, that a processor reads ahead of at a time
 # Sizes that a variant is exported with. They become variables; no two are equal.
 _EXAMPLE_BLOCKS, _EXAMPLE_OUTER, _EXAMPLE_INNER, _EXAMPLE_TILES = 1031, 131, 517, 67
@@ -68,11 +68,11 @@ def example(variant: Variant) -> tuple[tuple[Tensor | None, ...], tuple[dict[int
     """Arguments of a variant's graph, and which of their sizes are open."""
     size = variant.block_size
     if size is None:
-        shape: tuple[int, ...] = (_EXAMPLE_BLOCKS * _EXAMPLE_INNER,)
+        shape: tuple[int, ...] = (_EXAMPLE_BLOCKS, LANES)
     elif isinstance(size, tuple):
         shape = (_EXAMPLE_OUTER, size[0], _EXAMPLE_TILES, size[1])
     else:
-        shape = (_EXAMPLE_BLOCKS, size) if variant.is_last else (_EXAMPLE_OUTER, size, _EXAMPLE_INNER)
+        shape = (_EXAMPLE_BLOCKS, size) if variant.is_last else (_EXAMPLE_OUTER, size, _EXAMPLE_INNER, LANES)
     # two of everything: one handed in twice would be taken for one argument
     x, out = torch.empty(shape, dtype=variant.dtype), torch.empty(shape, dtype=variant.dtype)
     encode, restore = (torch.ones(()), torch.ones(())) if variant.has_encode else (None, None)
@@ -88,14 +88,14 @@ def example(variant: Variant) -> tuple[tuple[Tensor | None, ...], tuple[dict[int
 class Quantize(nn.Module):
     """The graph of a variant. What it gives back inductor keeps in memory; all else is computed for every element."""
 
-    masks: Tensor  # (groups, _LANES), 1 for the elements of each of the groups side by side, 0 for the others
+    masks: Tensor  # (groups, LANES), 1 for the elements of each of the groups side by side, 0 for the others
 
     def __init__(self, variant: Variant) -> None:
         super().__init__()
         self.variant = variant
         size = variant.first_groups
-        groups = torch.arange(_LANES) // size
-        self.register_buffer("masks", (groups == torch.arange(_LANES // size)[:, None]).to(torch.float32))
+        groups = torch.arange(LANES) // size
+        self.register_buffer("masks", (groups == torch.arange(LANES // size)[:, None]).to(torch.float32))
 
     def forward(
         self,
@@ -139,11 +139,11 @@ class Quantize(nn.Module):
         they are added up instead, each masked.
         """
         size = self.variant.first_groups
-        if not self.variant.is_last or _LANES % size or values.shape[1] % _LANES:
+        if not self.variant.is_last or LANES % size or values.shape[1] % LANES:
             return grouped(values, 1, size), powers.unsqueeze(2)
-        neighbours = grouped(powers, 1, _LANES // size)
+        neighbours = grouped(powers, 1, LANES // size)
         masked = (neighbours[:, :, i : i + 1] * mask for i, mask in enumerate(self.masks))
-        return grouped(values, 1, _LANES), reduce(torch.add, masked)
+        return grouped(values, 1, LANES), reduce(torch.add, masked)
 
     def _round(self, values: Tensor, draws: Tensor | None) -> Tensor:
         variant, element = self.variant, self.variant.quant_type.element
@@ -174,19 +174,19 @@ def _rounded(values: Tensor, element: Element, rounding: Rounding, draws: Tensor
     """``round_to_element_`` and ``limit_`` in float operations only, but for hybrid rounding."""
     # the maximum is itself a value; beyond it, a number that is rounded to something beyond it will do for all
     top = element.max_value if saturate else min(2.0 ** (element.max_exponent + 2), _LARGEST)
-    magnitude, is_large = values.abs().clamp_max(top), None
+    magnitude, is_large = _at_most(values.abs(), top), None
     if element.max_exponent > MAX_EXPONENT:  # the larger ones as if all exponents were less
         is_large = magnitude > 1.0
         magnitude = torch.where(is_large, magnitude * 2.0**-MAX_EXPONENT, magnitude)
     spacing = _spacing(magnitude, element)
+    large = spacing * 2.0**MANTISSA_WIDTH  # a sum with it has no room for less than the spacing
+    rounded = (magnitude + large) - large
     if rounding == "stochastic":
         assert draws is not None
-        steps = magnitude / spacing
-        whole = steps.floor()
-        rounded = torch.where(draws < steps - whole, whole + 1.0, whole) * spacing
-    else:
-        large = spacing * 2.0**MANTISSA_WIDTH  # a sum with it has no room for less than the spacing
-        rounded = (magnitude + large) - large
+        whole = torch.where(rounded > magnitude, rounded - spacing, rounded)
+        # nothing is rounded: draws have 24 bits, and spacings of what has this rounding are at least 2^-100
+        is_up = draws * spacing < magnitude - whole
+        rounded = torch.where(is_up, whole + spacing, whole)
     if rounding == "half_away":
         is_down_from_half = (magnitude - rounded) == spacing * 0.5
         rounded = torch.where(is_down_from_half, rounded + spacing, rounded)
@@ -200,11 +200,12 @@ def _rounded(values: Tensor, element: Element, rounding: Rounding, draws: Tensor
 
 def _spacing(magnitude: Tensor, element: Element) -> Tensor:
     """Distance of neighbouring element values around each magnitude, NaN for NaN unless it is the same for all."""
+    smallest = 2.0 ** (element.min_exponent - element.mantissa_bits)
     if element.max_exponent <= element.min_exponent:
-        return torch.full_like(magnitude, 2.0 ** (element.min_exponent - element.mantissa_bits))
-    power = _leading_power(magnitude).clamp_min(2.0**element.min_exponent)
+        return torch.full_like(magnitude, smallest)
     if not element.taper:
-        return power * 2.0**-element.mantissa_bits
+        return _at_least(_leading_power(magnitude, factor=2.0**-element.mantissa_bits), smallest)
+    power = _at_least(_leading_power(magnitude), 2.0**element.min_exponent)
     ratio = torch.full_like(power, 2.0 ** -element.taper[0][1])
     for (bound, _), (_, bits) in zip(element.taper, element.taper[1:], strict=False):
         is_beyond = (power > 2.0**bound) | (power < 2.0**-bound)
@@ -212,11 +213,23 @@ def _spacing(magnitude: Tensor, element: Element) -> Tensor:
     return power * ratio
 
 
-def _leading_power(magnitude: Tensor) -> Tensor:
-    """``2^floor(log2 magnitude)``, exact for 0 <= magnitude < 2^100 (0 for 0), NaN for NaN.
+def _leading_power(magnitude: Tensor, *, factor: float = 1.0) -> Tensor:
+    """``2^floor(log2 magnitude)`` times a power of two up to 1, for 0 <= magnitude < 2^100 (0 for 0); NaN for NaN.
+
+    Exact; a result that float32 does not have, for it would be less than 2^-149, may be 0 or 2^-149.
 
     **Source:** Rump, Ogita, Oishi, "Accurate floating-point summation part I", SIAM J. Sci. Comput. 31 (2008),
     algorithm 3.6.
     """
-    scaled = magnitude * (2.0**MANTISSA_WIDTH + 1)
+    scaled = magnitude * ((2.0**MANTISSA_WIDTH + 1) * factor)
     return scaled - scaled * (1 - 2.0 ** -(MANTISSA_WIDTH + 1))
+
+
+def _at_most(values: Tensor, bound: float) -> Tensor:
+    """``clamp_max`` in fewer instructions; NaN for NaN."""
+    return torch.where(values > bound, bound, values)
+
+
+def _at_least(values: Tensor, bound: float) -> Tensor:
+    """``clamp_min`` in fewer instructions; NaN for NaN."""
+    return torch.where(values < bound, bound, values)

@@ -1,14 +1,14 @@
-"""How fast quantization on the CPU is: against ``copy_`` into memory that is there, plain torch, and two libraries.
+"""How fast quantization on the CPU is: against ``copy_`` into memory that is there, plain torch, and three libraries.
 
     python tests/bench/formats_cpu.py                          this package alone
-    python tests/bench/formats_cpu.py --torchao PYTHON --quark PYTHON --json FILE
+    python tests/bench/formats_cpu.py --torchao PYTHON --quark PYTHON --en-dtypes PYTHON --json FILE
 
-PYTHON is that of an environment with torchao (its mx_tensor, eager), or amd-quark (its C++, compiled when it is first
-used, which takes a minute). What is timed here is the public call, ``fake_quantize(..., out=out)``, with the abs max of
-types that need one, once its parts have been compiled. Each library runs in a process of its own and waits while the
-others work. In every round each of them quantizes one tensor, the next of six, so that load on the machine falls on all
-alike and no cache holds the input. Ratios are of medians. Nothing fails because of a time; what a library cannot do is
-skipped with a reason.
+PYTHON is that of an environment with torch and torchao (its mx_tensor, eager), amd-quark (its C++, compiled when it is
+first used, which takes a minute), or en_dtypes (its HiFloat8 of numpy, to codes and back, by one thread). What is
+timed here is the public call, ``fake_quantize(..., out=out)``, with the abs max of types that need one, once its parts
+have been compiled. Each library runs in a process of its own and waits while the others work. In every round each of
+them quantizes one tensor, the next of six, so that load on the machine falls on all alike and no cache holds the
+input. Ratios are of medians. Nothing fails because of a time; what a library cannot do is skipped with a reason.
 """
 
 import argparse
@@ -35,7 +35,11 @@ OTHERS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 SLOW_STEPS = "stochastic"  # in plain torch: seconds, which are not waited for in every round
 # What the libraries call the elements of the types they have.
-ELEMENTS = {"torchao": {"mxfp8": "float8_e4m3fn", "mxfp4": "float4"}, "quark": {"mxfp8": "fp8_e4m3", "mxfp4": "fp4"}}
+ELEMENTS = {
+    "torchao": {"mxfp8": "float8_e4m3fn", "mxfp4": "float4"},
+    "quark": {"mxfp8": "fp8_e4m3", "mxfp4": "fp4"},
+    "en_dtypes": {"hifp8": "hifloat8"},
+}
 LIMITS = {"copy": 4.0, "quark": 0.4, "torchao": 0.2}
 
 
@@ -49,11 +53,10 @@ class Row:
     copy_ms: float
     eager_ms: float | None
     compiled_ms: float
-    torchao_ms: float | None
-    quark_ms: float | None
+    peers_ms: dict[str, float]
 
     def ratios(self) -> dict[str, float | None]:
-        others = {"copy": self.copy_ms, "eager": self.eager_ms, "torchao": self.torchao_ms, "quark": self.quark_ms}
+        others = {"copy": self.copy_ms, "eager": self.eager_ms} | self.peers_ms
         return {name: None if other is None else self.compiled_ms / other for name, other in others.items()}
 
 
@@ -99,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, help="where compiled code is kept (the user's cache folder)")
     parser.add_argument("--torchao", type=Path, metavar="PYTHON", help="python of an environment with torchao")
     parser.add_argument("--quark", type=Path, metavar="PYTHON", help="python of an environment with amd-quark")
+    parser.add_argument("--en-dtypes", type=Path, metavar="PYTHON", help="python of an environment with en_dtypes")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--peer", choices=tuple(ELEMENTS), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -195,8 +199,7 @@ def measure(
         copy_ms=medians["copy"],
         eager_ms=medians.get("eager"),
         compiled_ms=medians["compiled"],
-        torchao_ms=medians.get("torchao"),
-        quark_ms=medians.get("quark"),
+        peers_ms={name: medians[name] for name in asked},
     )
 
 
@@ -246,7 +249,7 @@ class Peer:
 def start_peer(name: str, python: Path | None, arguments: argparse.Namespace) -> Peer | None:
     """A library that is ready to be asked; None, and a line that says why, where it is not."""
     if python is None:
-        print(f"{name}: skipped, no --{name} PYTHON", file=sys.stderr)
+        print(f"{name}: skipped, no --{name.replace('_', '-')} PYTHON", file=sys.stderr)
         return None
     command = [str(python), __file__, "--peer", name, "--size", str(arguments.size)]
     command += ["--threads", str(arguments.threads)]
@@ -286,7 +289,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(arguments.threads)
     try:
-        quantize = {"torchao": torchao_quantizer, "quark": quark_quantizer}[arguments.peer]()
+        quantize = QUANTIZERS[arguments.peer]()
         inputs, _ = make_inputs(arguments.size)
         for quant_type in ELEMENTS[arguments.peer]:
             quantize(inputs[0][:64], quant_type, -1)
@@ -336,6 +339,18 @@ def quark_quantizer() -> Callable[[Any, str, int], object]:
 
     return quantize
 
+
+def en_dtypes_quantizer() -> Callable[[Any, str, int], object]:
+    import en_dtypes
+
+    def quantize(x: Any, quant_type: str, axis: int) -> Any:
+        dtype = getattr(en_dtypes, ELEMENTS["en_dtypes"][quant_type])
+        return x.numpy().astype(dtype).astype("float32")
+
+    return quantize
+
+
+QUANTIZERS = {"torchao": torchao_quantizer, "quark": quark_quantizer, "en_dtypes": en_dtypes_quantizer}
 
 if __name__ == "__main__":
     main()

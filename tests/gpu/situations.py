@@ -1,5 +1,5 @@
-"""Captures on one CUDA device, in what the other scripts here leave out: forms of storage, FSDP1, triggers, and whether
-the training thread ever waits for the device.
+"""Captures on one CUDA device, in what the other scripts here leave out: forms of storage, FSDP1, triggers, values that
+are larger than a buffer on the device, and whether the training thread ever waits for the device.
 
 python tests/gpu/situations.py                 about half a minute
 python tests/gpu/situations.py --device cpu    only to try the script
@@ -114,6 +114,43 @@ def check_trigger(device: str, folder: Path) -> str:
     return f"{len(found)} captures, {event}"
 
 
+def check_large(device: str, folder: Path) -> str:
+    """Values larger than a buffer on the device, one after the other, each overwritten as soon as it was seen."""
+    width, num_iterations = 4096 if device == "cuda" else 64, 2
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, 3 * width, bias=False),
+        torch.nn.ReLU(inplace=True),
+        torch.nn.Linear(3 * width, 2 * width, bias=False),
+        torch.nn.ReLU(inplace=True),
+    ).to(device)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    expected: dict[tuple[int, str, str], torch.Tensor] = {}  # copied on the device, which nothing here waits for
+    for name, linear in linears.items():
+        linear.register_forward_hook(
+            lambda _module, _inputs, output, name=name: expected.update({(iteration, name, "output"): output.clone()})
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(width, width, device=device, requires_grad=True)
+    settings: dict[str, Any] = {"target": 12 * num_iterations, "iterations": list(range(num_iterations))}
+    with qcollect.collect(model, "mxfp8", folder / "large", num_iterations=num_iterations, **settings) as run:
+        for iteration in range(num_iterations):
+            for name, linear in linears.items():
+                expected[iteration, name, "weight"] = linear.weight.detach().clone()
+            model(x).square().mean().backward()
+            for name, linear in linears.items():
+                assert linear.weight.grad is not None
+                expected[iteration, name, "grad_weight"] = linear.weight.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            run.step()
+    found = {(c.key.iteration, c.key.module, c.key.tensor_name): c for c in qcollect.open_run(folder / "large")}
+    for key, value in expected.items():
+        assert not differ(found[key].load(), value.cpu()), key
+    largest = max(value.numel() * value.element_size() for value in expected.values())
+    return f"{len(found)} captures, {len(expected)} compared, up to {largest >> 20} MiB"
+
+
 @contextmanager
 def refuse_to_wait() -> Iterator[None]:
     """Whatever torch waits for the device in is an error, in any thread; transformers may not look at positions."""
@@ -169,6 +206,7 @@ def main() -> int:
             "dedupe": lambda: check_storage(device, folder, "dedupe", dedupe=True),
             "FSDP1": lambda: check_fsdp1(device, folder),
             "trigger": lambda: check_trigger(device, folder),
+            "large values": lambda: check_large(device, folder),
             "no waiting": lambda: check_no_waiting(device, folder),
         }
         for title, check in checks.items():

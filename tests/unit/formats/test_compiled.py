@@ -1,5 +1,6 @@
 """What torch's compiler makes on the CPU: the bits of plain torch for every variant, and nothing compiled unasked."""
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import torch
 from quantization_paths import load_variant
 from torch import Tensor
 
-from qcollect.formats import compiled
+from qcollect.formats import compiled, compiled_graph
 from qcollect.formats.blocks import BlockSize
 from qcollect.formats.catalog import QUANT_TYPES, TensorScale
+from qcollect.formats.custom import read_definition
 from qcollect.formats.eager import Choices, limit_values, restore_values, round_values, scale_values
-from qcollect.formats.elements import HYBRID_SOURCES
+from qcollect.formats.elements import HYBRID_SOURCES, limit_, round_to_element_
+from qcollect.formats.random import random_fractions
 from qcollect.formats.records import Rounding, ScaleRule
 from qcollect.formats.scales import tensor_amax, tensor_encode
 
@@ -27,9 +30,8 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 
 
 @pytest.fixture(autouse=True)
-def _with_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any size, and in parts from 1500 elements on, the last of which is shorter."""
-    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
+def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1500 elements on, the last of which is shorter."""
     monkeypatch.setattr(compiled, "_PART_ELEMENTS", 1500)
 
 
@@ -156,8 +158,8 @@ def test_tiles_with_short_ends(shape: tuple[int, ...], size: tuple[int, int], qu
         ((64, 64), 1, None),
         ((7, 33), 1, None),
         ((2, 5, 70), 2, None),
-        ((70, 9), 0, None),
-        ((3, 33, 5), 1, None),
+        ((70, 19), 0, None),
+        ((3, 33, 48), 1, None),
         ((33, 50), 1, (16, 16)),
         ((2, 37, 50), 2, (16, 16)),
     ],
@@ -182,6 +184,30 @@ def test_any_number_rounded_stochastically(cache_dir: Path) -> None:
 def test_halves_away_from_zero_in_blocks(cache_dir: Path) -> None:
     choices, x = choices_of("mxfp8", rounding="half_away"), awkward(1024, 256)
     assert_bits(by_compiler(x, choices, cache_dir), by_steps(x, choices))
+
+
+@pytest.mark.parametrize("exponent_bits", range(1, 8))
+@pytest.mark.parametrize("rounding", ["nearest_even", "half_away", "stochastic"])
+def test_elements_of_any_size_and_range_round_as_in_plain_torch(exponent_bits: int, rounding: Rounding) -> None:
+    """Among them the smallest spacings there are. The graph, without its compiler."""
+    x = awkward(256, 64).flatten()
+    draws = random_fractions(5, x.numel())
+    for mantissa_bits, bias in itertools.product(range(8 - exponent_bits), (None, 60, 99, -40)):
+        definition = {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits, "nan": True}
+        has_range = {} if bias is None else {"bias": bias}
+        entry, _ = read_definition("own", {"element": definition | has_range, "scale": "none"})
+        if entry is None or not compiled._has_variant(replace(choices_of("mxfp8"), quant_type=entry)):
+            continue  # too few codes, or beyond what the arithmetic holds
+        element = entry.element
+        assert element is not None
+        values = torch.cat((x, (x.nan_to_num() * 2.0**element.min_exponent).clamp(-1e38, 1e38)))
+        random = torch.cat((draws, draws))
+        for saturate in (True, False):
+            expected = limit_(
+                round_to_element_(values.clone(), element, rounding, random=random), element, saturate=saturate
+            )
+            y = compiled_graph._rounded(values, element, rounding, random, saturate=saturate)
+            assert_bits(y, expected)
 
 
 @pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**20])
@@ -262,12 +288,20 @@ def test_what_was_not_prepared_is_not_supported(monkeypatch: pytest.MonkeyPatch)
     assert not compiled.supports(torch.ones(64, 64), choices_of("mxfp8"))
 
 
-def test_small_tensors_and_other_devices_are_not_supported(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_tensors_and_other_devices_are_not_supported(cache_dir: Path) -> None:
     choices = choices_of("mxfp8")
     by_compiler(torch.ones(2, 32), choices, cache_dir)
     assert not compiled.supports(torch.ones(64, 64, device="meta"), choices)
-    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 4097)
-    assert not compiled.supports(torch.ones(64, 64), choices)
+    assert not compiled.supports(torch.ones(0, 64), choices)
+
+
+def test_what_would_be_filled_up_to_several_times_its_size_is_not_supported(cache_dir: Path) -> None:
+    """Few elements side by side, when there are blocks along another axis."""
+    choices = choices_of("mxfp8", axis=0)
+    by_compiler(torch.ones(64, 17), choices, cache_dir)
+    by_compiler(torch.ones(64, 1), choices, cache_dir)  # as along the last axis
+    assert not compiled.supports(torch.ones(64, 15), choices)
+    assert not compiled.supports(torch.ones(64, 5, 3), choices)
 
 
 def test_what_has_no_variant_is_passed_over(tmp_path: Path) -> None:
@@ -307,7 +341,7 @@ def test_another_process_loads_what_was_compiled(cache_dir: Path) -> None:
     code = f"""
 import torch
 from pathlib import Path
-from qcollect.formats import compiled
+from qcollect.formats import compiled, compiled_graph
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.eager import Choices
 torch.export.export = None  # nothing to compile with
@@ -325,6 +359,18 @@ def test_without_a_compiler_the_reason_is_given(tmp_path: Path, monkeypatch: pyt
         is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path)
     assert not is_ready
     assert "compiler" in reason
+    assert not list(tmp_path.glob("*.pt2"))
+
+
+def test_what_cannot_be_loaded_is_a_reason_and_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(_program: object, *, package_path: str, inductor_configs: object) -> None:
+        Path(package_path).write_bytes(b"nothing that torch can load")
+
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", make)
+    is_ready, reason = compiled.prepare([choices_of("mxfp8")], [torch.float32], cache_dir=tmp_path)
+    assert not is_ready
+    assert "cannot be loaded (exit code 1)" in reason
     assert not list(tmp_path.glob("*.pt2"))
 
 

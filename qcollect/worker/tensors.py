@@ -160,3 +160,5 @@ class TensorSink:
     def _submit(self, tensor: torch.Tensor, seen: Observation, claim: Claim, source: Source) -> None:
         assert self._engine is not None  # there is something to capture
         self._engine.submit(tensor, seen, claim.counter, source=source, tokens=claim.frame.tokens_near(tensor.device))
+        if not claim.frame.wanted:  # the last of its micro-batch: what follows may take long, or never come to its end
+            self._engine.forget()

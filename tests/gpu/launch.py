@@ -1,10 +1,11 @@
 """Launching on real accelerators, two of them: devices, stops, stalls in NCCL, kills, resume. About seven minutes.
 
-    python tests/gpu/launch.py
+    python tests/gpu/launch.py [--only "stall in a collective"]
 
 Needs torch with CUDA, two devices and the package's dependencies; runs from a checkout, installed or not.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -159,6 +160,9 @@ def interrupt(process: "subprocess.Popen[str]", paths: RunPaths) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="the name of a check, as it is printed; may be repeated")
+    only = parser.parse_args().only
     if torch.cuda.device_count() < 2:
         print("SKIP: needs two CUDA devices")
         return 77
@@ -175,6 +179,7 @@ def main() -> int:
             ("kill -9 of a worker", lambda: check_kill(folder, "worker", kill_worker)),
             ("Ctrl-C", lambda: check_kill(folder, "interrupt", interrupt)),
         ]
+        checks = [(title, check) for title, check in checks if not only or title in only]
         for title, check in checks:
             try:
                 print(f"ok    {title}: {check()}", flush=True)

@@ -1,7 +1,7 @@
 """Captures on one CUDA device, in what the other scripts here leave out: forms of storage, FSDP1, triggers, values that
 are larger than a buffer on the device, and whether the training thread ever waits for the device.
 
-python tests/gpu/situations.py                 about half a minute
+python tests/gpu/situations.py                 about two minutes
 python tests/gpu/situations.py --device cpu    only to try the script
 """
 

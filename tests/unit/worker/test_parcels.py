@@ -4,8 +4,10 @@ What depends on real streams is measured on a card (``tests/bench/capture_gpu.py
 """
 
 import math
+import time
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from interpreted import why_not_interpreted
 
 from qcollect.formats.quantized import ScaleCodes
 from qcollect.formats.quantizer import Quantizer
+from qcollect.plan.schedule import PlannedCapture
 from qcollect.store import summary_cuda
 from qcollect.store.capture import describe_tensor, load_capture
 from qcollect.store.manifest import read_manifest
@@ -20,10 +23,12 @@ from qcollect.vocab import Gemm, LayerType, RankInfo, Values
 from qcollect.worker import staging
 from qcollect.worker.arena import can_share
 from qcollect.worker.engine import CaptureEngine, EngineSettings
-from qcollect.worker.frame import Frame
+from qcollect.worker.frame import Frame, want_key
 from qcollect.worker.packing import Packing
 from qcollect.worker.policy import Use
 from qcollect.worker.saver import Observation, Saver
+from qcollect.worker.sink import Observer
+from qcollect.worker.tensors import TensorSink
 from qcollect.worker.tokens import hash_tokens
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="no memory can be shared here")
@@ -127,6 +132,39 @@ def test_values_of_many_parcels_arrive_with_their_statistics(make_engine):
     for i, (name, tensor) in enumerate(tensors.items()):
         engine.submit(tensor, observation(name), i + 1)
     check(saved(engine), tensors)
+
+
+def test_the_last_capture_of_a_micro_batch_sends_all_of_it(make_engine):
+    """Whatever comes then, an optimizer's step or a rank that is waited for, they are written meanwhile."""
+    engine = make_engine()
+    planned = [
+        PlannedCapture(
+            module="layers.0",
+            layer_type=LayerType.LINEAR,
+            layer_idx=0,
+            operation="forward",
+            phase="pre",
+            tensor_name=name,
+            gemm=None,
+            values="original",
+            num_bytes=0,
+        )
+        for name in ("input", "weight")
+    ]
+    kept = SimpleNamespace(to_compare=(), is_proven=lambda iteration: True)
+    observer = Observer(quant_type="mxfp8", rank=RankInfo(rank=0, local_rank=0, world_size=1), loss_scale=1.0)
+    sink = TensorSink(engine.saver, EngineSettings(), observer, kept, needed_bytes=0, on_written=lambda: None)
+    sink._engine = engine
+    wanted = {want_key(capture): (number, capture) for number, capture in enumerate(planned, 1)}
+    frame = Frame(iteration=0, micro_batch=0, sample_idx=0, num_samples=1, wanted=wanted, taker=sink)
+    path = engine.saver.paths.manifest_path(0)
+    for capture in planned:
+        claim = frame.claim("layers.0", capture.tensor_name, token_layout="tokens,features")
+        sink.take(claim, torch.randn(8, 8), ())
+    deadline = time.monotonic() + 30
+    while len(read_manifest(path) if path.exists() else ()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_values_that_prepare_the_way_leave_nothing_behind(make_engine):

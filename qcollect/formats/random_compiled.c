@@ -8,9 +8,9 @@
    what they make of the plain loops takes three times as long. Nor do they find what need not be done:
 
    - In the first two rounds most is the same for all lanes of a group, or for the same lane of all groups.
-   - A round makes a word of the upper half of its product, the lower half of the other product of the round before, and
-     a key. So every second round's products take up two keys, that of their round above and the next round's below, and
-     the others none.
+   - A round makes a word of the upper half of a product, the lower half of a product of the round before, and a key. So
+     every second round's products take up two keys, their round's in the upper half and the next round's in the lower,
+     and the products of the others none.
 
    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 

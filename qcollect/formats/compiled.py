@@ -94,9 +94,10 @@ def supports(x: Tensor, choices: Choices, *, has_encode: bool | None = None) -> 
     """Whether ``run`` takes ``x`` and is worth it: on the CPU, not empty, and its variant has been prepared."""
     if x.device.type != "cpu" or x.numel() == 0 or not _has_variant(choices):
         return False
-    if 1 < _inner(x, choices) < LANES:  # most of a copy would be what it is filled up with
+    inner = _inner(x, choices)
+    if 1 < inner < LANES:  # most of a copy would be what it is filled up with
         return False
-    return _variant(choices, x.dtype, is_last=_inner(x, choices) == 1, has_encode=has_encode) in _kernels
+    return _variant(choices, x.dtype, is_last=inner == 1, has_encode=has_encode) in _kernels
 
 
 def run(x: Tensor, out: Tensor, choices: Choices, encode: Tensor | None, *, with_tensor_scale: bool) -> None:

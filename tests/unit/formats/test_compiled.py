@@ -341,7 +341,7 @@ def test_another_process_loads_what_was_compiled(cache_dir: Path) -> None:
     code = f"""
 import torch
 from pathlib import Path
-from qcollect.formats import compiled, compiled_graph
+from qcollect.formats import compiled
 from qcollect.formats.catalog import QUANT_TYPES
 from qcollect.formats.eager import Choices
 torch.export.export = None  # nothing to compile with
